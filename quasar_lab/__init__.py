@@ -29,6 +29,7 @@ _HOME = {
     "quantize_weight": "int8_gemm",
     "w8a8_linear": "int8_gemm",
     "Target": "targets",
+    "FastDecoder": "decoder",
     "Draft": "drafting",
     "Drafter": "drafting",
     "NGramDrafter": "drafting",

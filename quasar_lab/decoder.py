@@ -1,0 +1,231 @@
+"""A lean decoder: the transformer on one page, with a KV cache whose rollback is a number.
+
+Speculative decoding asks three things of a target: run M new tokens, say what it expects after
+each, and forget those that were rejected. Here the keys and values go into storage allocated once,
+and `length` says how much of it counts: to forget n tokens is `length -= n`.
+
+Llama, Mistral, Qwen2, Qwen3 and openPangu-Embedded are one architecture with switches (biases,
+norms on q and k, grouped-query attention, a sliding window, a tied head):
+
+    x = embed[ids]
+    for each layer:
+        q, k, v = W_qkv norm(x);   cache += k, v;   x += W_o softmax(q kᵀ / sqrt(d)) v
+        gate, up = W_gate_up norm(x);               x += W_down (silu(gate) * up)
+    logits = W_head norm(x)
+
+Sources: RMSNorm (arXiv 1910.07467), rotary positions (2104.09864), grouped-query attention
+(2305.13245), SwiGLU (2002.05202).
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
+from quasar_lab.errors import UserError
+
+# A longer prompt goes through in pieces, so that its attention scores stay small.
+PREFILL_CHUNK = 1024
+
+# The KV cache takes its memory at once: without a wish, no more than this many tokens.
+DEFAULT_MAX_LENGTH = 4096
+
+
+def rms_norm(
+    x: Float[Tensor, "*rows channels"], weight: Float[Tensor, "channels"], eps: float
+) -> Float[Tensor, "*rows channels"]:
+    """x / sqrt(mean(x²) + eps) * weight, normalised in float32 as the reference models do."""
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * exact.to(x.dtype)
+
+
+def rotate(
+    x: Float[Tensor, "tokens heads head_dim"],
+    cos: Float[Tensor, "tokens head_dim"],
+    sin: Float[Tensor, "tokens head_dim"],
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """Turn the pairs (x_i, x_{i + d/2}) of each head by angles that grow with the position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def attend(
+    q: Float[Tensor, "tokens heads head_dim"],
+    keys: Float[Tensor, "kv_heads context head_dim"],
+    values: Float[Tensor, "kv_heads context head_dim"],
+    visible: Bool[Tensor, "tokens context"] | None,
+    scale: float,
+    softmax_dtype: torch.dtype,
+) -> Float[Tensor, "tokens channels"]:
+    """softmax(q kᵀ scale) v; the query heads that share a KV head are rows of one product."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, context, _ = keys.shape
+    q = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    scores = (q @ keys.mT * scale).view(kv_heads, -1, tokens, context)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=softmax_dtype).to(q.dtype).view(kv_heads, -1, context)
+    mixed = (weights @ values).view(kv_heads, -1, tokens, head_dim)
+    return mixed.permute(2, 0, 1, 3).reshape(tokens, heads * head_dim)
+
+
+def visibility(
+    length: int, tokens: int, window: int | None, device: torch.device
+) -> Bool[Tensor, "tokens context"] | None:
+    """Which cache positions each of the new tokens sees; None where that is all of them."""
+    if tokens == 1 and (window is None or length < window):
+        return None
+    query = torch.arange(length, length + tokens, device=device)[:, None]
+    key = torch.arange(length + tokens, device=device)
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+class FastDecoder:
+    """A `Target`: forward appends tokens to the KV cache, rollback forgets the last of them.
+
+    Build it with `FastDecoder.from_model`. Attributes: `length` (tokens in the cache),
+    `max_length`, `vocab_size`, `eos_token_ids`, `dtype`, `device`; `keys` and `values` are the
+    cache, [layers, kv_heads, max_length, head_dim].
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, max_length: int, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.weights = weights
+        self.max_length = max_length
+        self.eos_token_ids = eos_token_ids
+        self.length = 0
+        self.vocab_size = weights.embed.shape[0]
+        self.dtype, self.device = weights.embed.dtype, weights.embed.device
+        shape = (len(weights.layers), weights.num_kv_heads, max_length, weights.head_dim)
+        self.keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.values = torch.empty_like(self.keys)
+        position = torch.arange(max_length, dtype=torch.float32, device=self.device)
+        angle = position[:, None] * weights.rope_frequency.to(self.device)
+        angle = torch.cat((angle, angle), dim=-1)
+        self.cos = (angle.cos() * weights.rope_factor).to(self.dtype)
+        self.sin = (angle.sin() * weights.rope_factor).to(self.dtype)
+
+    @classmethod
+    def from_model(cls, model: Any, max_length: object = None) -> "FastDecoder":
+        """Take over a loaded Hugging Face model (full precision, or with W8A8 linears).
+
+        The model's q, k, v and gate, up weights become views of fused matrices: no second copy,
+        and the model itself keeps working. max_length (tokens) sizes the KV cache; the default is
+        the model's own limit, at most 4,096. Raises UserError for an architecture it does not
+        know; `HuggingFaceTarget` runs those.
+        """
+        weights = read_weights(model)
+        limit = weights.rope_limit
+        if max_length is None:
+            max_length = min(limit or model.config.max_position_embeddings, DEFAULT_MAX_LENGTH)
+        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+            raise UserError(f"max_length={max_length!r}: a whole number of tokens, 1 or more")
+        if limit is not None and max_length > limit:
+            raise UserError(
+                f"max_length={max_length}: this model's rotary scaling changes after {limit} tokens"
+                ", where the fast decoder stops; ask for no more, or use HuggingFaceTarget"
+            )
+        generation = getattr(model, "generation_config", None)
+        eos = getattr(generation, "eos_token_id", None)
+        if eos is None:
+            eos = model.config.eos_token_id
+        eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        return cls(weights, max_length, eos)
+
+    def forward(
+        self, ids: object, num_logits: int | None = None
+    ) -> Float[Tensor, "num_logits vocab"]:
+        """Append M tokens to the cache; the logits after each of them, [M, vocab].
+
+        ids: LongTensor[M], one sequence. num_logits: only the last so many rows (0 to M), the
+        others are never computed. A wrong input raises UserError and leaves the cache as it was.
+        """
+        tokens = self._checked(ids)
+        count = len(tokens) if num_logits is None else num_logits
+        if not 0 <= count <= len(tokens):
+            raise UserError(f"num_logits={num_logits}: from 0 to the {len(tokens)} tokens given")
+        start, hidden = self.length, []
+        with torch.no_grad():
+            for chunk in tokens.split(PREFILL_CHUNK):
+                hidden.append(self._layers(chunk, start))
+                start += len(chunk)
+            last = torch.cat(hidden)[len(tokens) - count :]
+            logits = self.weights.head(rms_norm(last, self.weights.norm, self.weights.eps))
+        self.length = start
+        return logits
+
+    def rollback(self, n: int) -> None:
+        """Forget the last n tokens (0 to `length`). Nothing is moved or freed."""
+        if not 0 <= n <= self.length:
+            raise UserError(f"rollback({n}): the cache holds {self.length} tokens to forget")
+        self.length -= n
+
+    def _checked(self, ids: object) -> Tensor:
+        tokens = torch.as_tensor(ids, device=self.device)
+        if tokens.ndim == 2:
+            raise UserError(
+                f"a batch of {tokens.shape[0]} sequences: the decoder runs one, ids of shape [M]"
+            )
+        if tokens.ndim != 1 or len(tokens) == 0 or tokens.is_floating_point():
+            shape, dtype = list(tokens.shape), str(tokens.dtype).removeprefix("torch.")
+            raise UserError(f"ids of shape {shape} and type {dtype}: expected [M] whole numbers")
+        total = self.length + len(tokens)
+        if total > self.max_length:
+            raise UserError(
+                f"{self.length} tokens in the cache and {len(tokens)} new ones exceed max_length="
+                f"{self.max_length}; build the decoder with max_length={total} or more"
+            )
+        low, high = tokens.aminmax()
+        if low < 0 or high >= self.vocab_size:
+            wrong = int(low if low < 0 else high)
+            raise UserError(f"token id {wrong}: the vocabulary is 0 to {self.vocab_size - 1}")
+        return tokens.long()
+
+    def _layers(self, tokens: Tensor, start: int) -> Float[Tensor, "tokens hidden"]:
+        end = start + len(tokens)
+        cos, sin = self.cos[start:end], self.sin[start:end]
+        visible = {
+            window: visibility(start, len(tokens), window, self.device)
+            for window in {layer.window for layer in self.weights.layers}
+        }
+        x = self.weights.embed[tokens]
+        for index, layer in enumerate(self.weights.layers):
+            x = x + self._attention(x, index, layer, start, cos, sin, visible[layer.window])
+            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, self.weights.eps)).chunk(2, -1)
+            x = x + layer.down(nn.functional.silu(gate) * up)
+        return x
+
+    def _attention(
+        self,
+        x: Float[Tensor, "tokens hidden"],
+        index: int,
+        layer: LayerWeights,
+        start: int,
+        cos: Tensor,
+        sin: Tensor,
+        visible: Tensor | None,
+    ) -> Float[Tensor, "tokens hidden"]:
+        weights, end = self.weights, start + len(x)
+        heads, kv_heads = weights.num_heads, weights.num_kv_heads
+        qkv = layer.qkv(rms_norm(x, layer.input_norm, weights.eps))
+        q, k, v = qkv.view(len(x), -1, weights.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, weights.eps)
+            k = rms_norm(k, layer.k_norm, weights.eps)
+        keys, values = self.keys[index], self.values[index]
+        keys[:, start:end] = rotate(k, cos, sin).transpose(0, 1)
+        values[:, start:end] = v.transpose(0, 1)
+        mixed = attend(
+            rotate(q, cos, sin),
+            keys[:, :end],
+            values[:, :end],
+            visible,
+            weights.attention_scale,
+            weights.softmax_dtype,
+        )
+        return layer.o(mixed)
