@@ -1,0 +1,117 @@
+"""What a drafter is: something that guesses the next few tokens, cheaply."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from quasar_lab.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """K guessed tokens, K >= 0.
+
+    tokens  LongTensor [K]; a list is converted
+    probs   [K, V], the distribution each token was drawn from; None when the drafter is
+            deterministic, which is the same as one-hot rows
+    """
+
+    tokens: Any
+    probs: Float[Tensor, "drafted vocab"] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.long))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What `generate` needs of a drafter. All methods work on one sequence.
+
+    It also calls, where they exist: `prepare(sampling, generator, vocab_size)` before reset (a
+    drafter that samples must draw from this generator, under this SamplingConfig),
+    `rollback(n)` to forget the last n tokens of the sequence (without it, reset is called), and
+    `observe(num_drafted, num_accepted, draft_seconds, verify_seconds)` after each step.
+    """
+
+    def reset(self, prompt_ids: Sequence[int]) -> None:
+        """Start over on a sequence that begins with the prompt."""
+        ...
+
+    def propose(self, max_tokens: int) -> Draft:
+        """Guess at most max_tokens tokens that continue the sequence; may be none."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append what was really emitted."""
+        ...
+
+
+def check_num_draft_tokens(value: object) -> int:
+    """The value as an int of at least 1; UserError otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"num_draft_tokens is {value!r}: it must be a whole number >= 1")
+    return value
+
+
+def to_ids(tokens: Sequence[int] | Int[Tensor, "..."]) -> list[int]:
+    """A flat list of ints from a list or an integer tensor [S] or [1, S]."""
+    if isinstance(tokens, Tensor):
+        return tokens.reshape(-1).tolist()
+    return [int(token) for token in tokens]
+
+
+def checked_draft(draft: Any, max_tokens: int, vocab_size: int | None) -> Draft:
+    """A draft as `generate` can use it: cut to max_tokens, on the CPU, its errors told.
+
+    Raises UserError: tokens that are no flat row of whole numbers or lie outside the vocabulary,
+    probs of another shape, rows that are no distributions, a token its own row calls impossible.
+    """
+    tokens = torch.as_tensor(draft.tokens)
+    if tokens.ndim != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.is_complex())):
+        raise UserError(
+            f"the drafter proposed tokens of shape {tuple(tokens.shape)} and dtype "
+            f"{tokens.dtype}: they must be whole numbers in one row"
+        )
+    probs = getattr(draft, "probs", None)
+    if probs is not None and (probs.ndim != 2 or probs.shape[0] != len(tokens)):
+        raise UserError(
+            f"the drafter proposed {len(tokens)} tokens with probs of shape "
+            f"{tuple(probs.shape)}: they must be [{len(tokens)}, vocabulary], or None"
+        )
+    tokens = tokens[:max_tokens].long().cpu()
+    if len(tokens) == 0:
+        return Draft([])
+    upper = int(tokens.max()) + 1 if vocab_size is None else vocab_size
+    if int(tokens.min()) < 0 or int(tokens.max()) >= upper:
+        raise UserError(
+            f"the drafter proposed token {int(tokens.min())} to {int(tokens.max())}: the target's "
+            f"tokens lie between 0 and {upper - 1}; do both use the same tokenizer?"
+        )
+    if probs is None:
+        return Draft(tokens)
+    probs = probs[:max_tokens]
+    if vocab_size is not None and probs.shape[1] != vocab_size:
+        raise UserError(
+            f"the drafter's probs cover {probs.shape[1]} tokens and the target's {vocab_size}: "
+            "both must share one vocabulary"
+        )
+    sums = probs.double().sum(dim=-1)
+    if not bool(((sums - 1).abs() < 1e-2).all()) or bool((probs < 0).any()):
+        raise UserError(
+            f"a row of the drafter's probs sums to {float(sums[(sums - 1).abs().argmax()]):.6g}: "
+            "each must be a distribution that sums to one"
+        )
+    drawn = probs.gather(1, tokens.to(probs.device)[:, None])
+    if not bool((drawn > 0).all()):
+        raise UserError(
+            "the drafter proposed a token to which its own probs give no chance: the output would "
+            "not follow the target's distribution; draw each token from its row"
+        )
+    return Draft(tokens, probs)

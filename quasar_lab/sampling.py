@@ -1,0 +1,210 @@
+"""From logits to the probabilities that tokens are drawn from.
+
+Temperature, top-k, top-p, min-p and the repetition penalty apply to every position of a drafted
+block, each with the tokens before it in view: otherwise speculative and plain decoding would
+draw from different distributions. Probabilities are float64, so that the acceptance rule
+(`quasar_lab.verification`, offered here too as `verify`) is exact to rounding.
+"""
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from quasar_lab.errors import UserError
+from quasar_lab.verification import fresh_generator, verify
+
+__all__ = ["SamplingConfig", "adjusted_logits", "probabilities", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How a token is chosen from the logits. Applied in the order of the fields.
+
+    temperature         0 is greedy; otherwise logits / temperature
+    top_k               keep the k most likely tokens (ties with the k-th are kept); None: all
+    top_p               keep the smallest set of most likely tokens whose mass reaches top_p
+    min_p               keep tokens at least min_p times as likely as the most likely one
+    repetition_penalty  1 is off; the logit of a token that occurred before is divided by it where
+                        positive and multiplied where negative (Keskar et al. 2019, arXiv
+                        1909.05858). Applied first. Prompt and drafted tokens count as before.
+    seed                of the generator that `generate` draws from; None: another one every time
+
+    Raises UserError for a value outside its range.
+    """
+
+    temperature: float | int = 0.0
+    top_k: int | None = None
+    top_p: float | int | None = None
+    min_p: float | int | None = None
+    repetition_penalty: float | int = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
+        _check_integer("top_k", self.top_k, 1, "None keeps every token")
+        if self.top_p is not None:
+            _check_number("top_p", self.top_p, 0.0, 1.0, "None keeps every token")
+            if self.top_p == 0:
+                raise UserError("top_p is 0 and would keep no token: use temperature=0 for greedy")
+        if self.min_p is not None:
+            _check_number("min_p", self.min_p, 0.0, 1.0, "None keeps every token")
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is off")
+        if self.repetition_penalty == 0:
+            raise UserError("repetition_penalty is 0: it must be positive, 1 is off")
+        _check_integer("seed", self.seed, 0, "None draws another one every time")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken and nothing is drawn."""
+        return self.temperature == 0
+
+    def generator(self) -> torch.Generator:
+        """A generator of this configuration's own; the global one is never touched."""
+        return fresh_generator(self.seed)
+
+
+def _check_number(name: str, value: object, low: float, high: float, hint: str) -> None:
+    # numbers.Real and not float: numpy's scalars come out of notebooks
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}: it must be a number ({hint})")
+    if not (low <= float(value) <= high) or math.isinf(value):
+        allowed = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise UserError(f"{name} is {value!r}: it must be finite and {allowed} ({hint})")
+
+
+def _check_integer(name: str, value: object, low: int, hint: str) -> None:
+    if value is None:
+        return
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or int(value) < low:  # type: ignore[call-overload]
+        raise UserError(
+            f"{name} is {value!r}: it must be a whole number >= {low}, or None ({hint})"
+        )
+
+
+def probabilities(
+    logits: Tensor,
+    config: SamplingConfig,
+    context: object = None,
+    *,
+    draft_tokens: object = (),
+    first_position: int = 0,
+) -> Float64[Tensor, "rows vocab"]:
+    """The distributions that tokens are drawn from, one a row.
+
+    Args:
+        logits: [R, V], any float dtype. -inf masks a token out; NaN and +inf are errors.
+        config: temperature, top-k, top-p, min-p and repetition penalty. Temperature 0 gives
+            one-hot rows (the first of equal maxima).
+        context: the tokens before row 0 (a list or LongTensor), seen by every row; only the
+            repetition penalty reads it.
+        draft_tokens: up to R - 1 tokens: row r also sees the first r of them, because that is
+            the prefix that row r continues.
+        first_position: the position of row 0 in the sequence, for error messages.
+
+    Raises:
+        UserError: NaN or +inf in a row, or a row with every token masked; names the position.
+    """
+    scores = adjusted_logits(
+        logits, config, context, draft_tokens=draft_tokens, first_position=first_position
+    ).double()
+    largest, best = scores.max(dim=-1, keepdim=True)
+    if config.greedy:
+        return torch.zeros_like(scores).scatter_(-1, best, 1.0)
+    scores = (scores - largest) / config.temperature
+    if config.top_k is not None and config.top_k < scores.shape[-1]:
+        smallest_kept = scores.topk(config.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < smallest_kept, -math.inf)
+    p = scores.exp_()
+    p /= p.sum(dim=-1, keepdim=True)
+    if config.top_p is not None and config.top_p < 1:
+        p = torch.where(p >= _nucleus_threshold(p, config.top_p), p, 0.0)
+    if config.min_p is not None:
+        p = torch.where(p >= config.min_p * p.amax(dim=-1, keepdim=True), p, 0.0)
+    return p / p.sum(dim=-1, keepdim=True)
+
+
+def adjusted_logits(
+    logits: Tensor,
+    config: SamplingConfig,
+    context: object = None,
+    *,
+    draft_tokens: object = (),
+    first_position: int = 0,
+) -> Tensor:
+    """The checked logits [R, V] after the repetition penalty; their argmax is the greedy token.
+
+    Arguments and errors as in `probabilities`. Without a penalty the input itself is returned.
+    """
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise UserError(
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}: "
+            "they must be floating point [rows, vocabulary]"
+        )
+    _check_logits(logits, first_position)
+    if config.repetition_penalty == 1:
+        return logits
+    num_rows, vocab_size = logits.shape
+    # seen[r, t]: token t occurs before row r
+    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=logits.device)
+    seen[:, _token_tensor(context, vocab_size, logits.device)] = True
+    for index, token in enumerate(_token_tensor(draft_tokens, vocab_size, logits.device)):
+        seen[index + 1 :, token] = True
+    scores = logits.double()
+    penalised = torch.where(
+        scores > 0, scores / config.repetition_penalty, scores * config.repetition_penalty
+    )
+    return torch.where(seen, penalised, scores)
+
+
+def _check_logits(logits: Tensor, first_position: int) -> None:
+    # NaN and +inf survive a maximum, a row of nothing but -inf gives -inf: one cheap look.
+    largest = logits.amax(dim=-1)
+    wrong = ~torch.isfinite(largest)
+    if not wrong.any():
+        return
+    row = int(wrong.nonzero()[0])
+    value = float(largest[row])
+    what = "only -inf" if value == -math.inf else ("NaN" if math.isnan(value) else "inf")
+    tokens = "" if value == -math.inf else f" for token {int(logits[row].argmax())}"
+    raise UserError(
+        f"the logits (output of the model's last layer, lm_head) hold {what}{tokens} at position "
+        f"{first_position + row} (row {row} of {len(logits)}): check the model's weights and "
+        "quantisation scales, or run it in float32"
+    )
+
+
+def _token_tensor(tokens: object, vocab_size: int, device: torch.device) -> Tensor:
+    if tokens is None:
+        tokens = ()
+    ids = torch.as_tensor(tokens, dtype=torch.long, device=device).reshape(-1)
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        raise UserError(
+            f"the context holds token {int(ids.min())} to {int(ids.max())}: tokens must lie "
+            f"between 0 and {vocab_size - 1}"
+        )
+    return ids
+
+
+def _nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
+    """The smallest probability in the nucleus, [R, 1]. Ties with it are kept.
+
+    The nucleus is nearly always small: look at the largest 256 before sorting everything.
+    """
+    size = min(256, p.shape[-1])
+    while True:
+        largest = p.topk(size, dim=-1).values
+        mass = largest.cumsum(dim=-1)
+        # 1e-12: probabilities .5 and .4 reach .9 although their float64 sum may fall short of it
+        enough = mass >= top_p - 1e-12
+        if size == p.shape[-1] or bool(enough[:, -1].all()):
+            break
+        size = min(8 * size, p.shape[-1])
+    first = enough.to(torch.uint8).argmax(dim=-1, keepdim=True)
+    # rounding may leave the whole row a hair short of top_p: then everything is kept
+    first[~enough[:, -1]] = size - 1
+    return largest.gather(-1, first)
