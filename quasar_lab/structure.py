@@ -1,0 +1,65 @@
+"""Find one's way in a Hugging Face model: its linears, their weights and its decoder layers."""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from quasar_lab.errors import UserError
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module of every linear: `nn.Linear` and GPT-2's `Conv1D`."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+
+
+def weight_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module of all that multiplies by a weight: linears, routers, packed experts."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(p.ndim in (2, 3) for p in module.parameters(recurse=False))
+        and not isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
+    }
+
+
+def parameter(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter `name` of `module`, or None: without an optional bias, or one never made."""
+    value = getattr(module, name, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def norm_weight(norm: nn.Module) -> Tensor:
+    """The weight vector of a norm."""
+    weight = parameter(norm, "weight")
+    if weight is None or weight.ndim != 1:
+        raise UserError(f"a {type(norm).__name__} has no weight vector to fold a scale into")
+    return weight
+
+
+def weight_matrix(module: nn.Module, channels: int | None = None) -> Float[Tensor, "N K"]:
+    """The weight as [outputs, inputs], a view: `Conv1D` stores it transposed.
+
+    Packed experts (3-D, [experts, outputs, inputs]) come out as one tall matrix of the parameter
+    that reads `channels` inputs first.
+    """
+    if isinstance(module, Conv1D):
+        return module.weight.T
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[-1] == channels):
+            return parameter.flatten(0, -2)
+    raise UserError(f"a {type(module).__name__} has no weight that reads {channels} channels")
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module of the decoder layers: the largest `ModuleList` that holds linears."""
+    best: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > len(best):
+            layers = {f"{name}.{i}": layer for i, layer in enumerate(module)}
+            # the experts of one layer are a ModuleList as well
+            nested = any(name.startswith(f"{outer}.") for outer in best)
+            if not nested and all(weight_modules(layer) for layer in layers.values()):
+                best = layers
+    if not best:
+        raise UserError(f"found no decoder layers (a ModuleList) in a {type(model).__name__}")
+    return best
