@@ -1,22 +1,40 @@
 """Fixtures that every test file shares. Models are session-scoped: tests must not change them."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import tiny_model
+# Shapes and dtypes in the annotations are enforced while the tests run. Modules of compiled
+# functions are left out (the compilers read the function itself, not a wrapper), and so are
+# packages' own files, whose names would stand for every module below them.
+_COMPILED = re.compile(r"^\s*(import|from) (numba|llvmlite|triton)\b", re.MULTILINE)
+_PACKAGE = Path(__file__).parent.parent / "quasar_lab"
+install_import_hook(
+    [
+        ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts)
+        for path in sorted(_PACKAGE.rglob("*.py"))
+        if path.name != "__init__.py" and not _COMPILED.search(path.read_text())
+    ],
+    "beartype.beartype",
+)
+
+from tiny_models import tiny_model  # noqa: E402
 
 # The first example of a property may compile a kernel; a wall clock would make it flaky.
 settings.register_profile("lab", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("lab")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tiny shapes are not worth a measurement; the tests of the measurement turn it on themselves.
+os.environ.setdefault("QUASAR_LAB_AUTOTUNE", "0")
 
 
 @pytest.fixture(scope="session")

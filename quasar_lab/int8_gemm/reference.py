@@ -12,8 +12,17 @@ from torch import Tensor
 
 QMAX = 127
 
-# The largest K whose sum of K products of magnitude 127 * 127 still fits an int32.
-MAX_K = (2**31 - 1) // (QMAX * QMAX)
+# The largest K whose sum of K products of magnitude 128 * 128 still fits an int32.
+MAX_K = (2**31 - 1) // (128 * 128)
+
+
+def availability() -> str:
+    """ "ok": torch alone is needed."""
+    return "ok"
+
+
+def supports(device: torch.device) -> bool:
+    return True
 
 
 def _quantize_rows(x: Float[Tensor, "*rows K"]) -> tuple[Tensor, Float32[Tensor, "*rows 1"]]:
@@ -51,7 +60,7 @@ def quantize_activation(
 def int8_matmul(a: Int8[Tensor, "M K"], b: Int8[Tensor, "N K"]) -> Int32[Tensor, "M N"]:
     """a @ b.T with exact int32 accumulation, on whichever device the operands are.
 
-    Sums of fewer than 1,040 products stay below 2^24, where fp32 is exact: so the reference runs
+    Sums of up to 1,024 products stay within 2^24, where fp32 is exact: so the reference runs
     K in such blocks through the fp32 GEMM, which is exact and much faster than integer torch.
     """
     block = 2**24 // (128 * 128)
@@ -60,3 +69,17 @@ def int8_matmul(a: Int8[Tensor, "M K"], b: Int8[Tensor, "N K"]) -> Int32[Tensor,
         part = a[:, start : start + block].float() @ b[:, start : start + block].float().T
         total += part.to(torch.int32)
     return total
+
+
+def w8a8_linear(
+    x: Float[Tensor, "M K"],
+    qweight: Int8[Tensor, "N K"],
+    weight_scale: Float32[Tensor, "N"],
+    bias: Float[Tensor, "N"] | None = None,
+) -> Float[Tensor, "M N"]:
+    """Quantise x a row at a time, multiply in integers, scale in fp32, add the bias; x's dtype."""
+    quantized, scale = quantize_activation(x)
+    out = int8_matmul(quantized, qweight).float() * scale * weight_scale
+    if bias is not None:
+        out += bias.float()
+    return out.to(x.dtype)
