@@ -41,6 +41,9 @@ _HOME = {
     "compare_logits": "fidelity",
     "Prompt": "tasks",
     "load_task": "tasks",
+    "load_calibration_texts": "tasks",
+    "conversation": "tasks",
+    "load_hub_task": "hub_tasks",
     "run_benchmark": "benchmark",
 }
 
