@@ -134,8 +134,8 @@ def _no_weights(folder: Path, label: str) -> UserError:
             "folder, gguf_file=name) and save_pretrained, or take the original checkpoint"
         )
     return UserError(
-        f"{label} has no weights as safetensors ({WEIGHTS} or {WEIGHTS_INDEX}): give a folder or "
-        "Hub id that has them"
+        f"{label} has no {WEIGHTS} and no {WEIGHTS_INDEX}: give a folder or Hub id that has them "
+        "(pickle files, .bin, are not read: they can run code)"
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from quasar_lab.checkpoints.cache import CACHE_VARIABLE, cache_directory
 from quasar_lab.checkpoints.folder import check_config, one_line
 from quasar_lab.errors import UserError
+from quasar_lab.progress import say, someone_watches
 
 _WANTED = ["*.json", "model*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 # consolidated.safetensors and folders such as original/ or onnx/ repeat the same weights
@@ -36,7 +37,9 @@ def fetch_repository(
     from huggingface_hub import hf_hub_download, snapshot_download
 
     where = _cache(cache_dir)
-    with _clear_hub_errors(repo_id, revision):
+    if not someone_watches() and cached_repository(repo_id, cache_dir=cache_dir) is None:
+        say(f"fetching {repo_id} from the Hub")
+    with _clear_hub_errors(repo_id, revision), _bars_for_watchers():
         config = hf_hub_download(repo_id, "config.json", cache_dir=where, revision=revision)
         check_config(Path(config).parent, repo_id, trust_remote_code=trust_remote_code)
         folder = snapshot_download(
@@ -68,6 +71,24 @@ def cached_repository(repo_id: str, *, cache_dir: object = None) -> Path | None:
 
 def _cache(cache_dir: object) -> str | None:
     return None if cache_dir is None else os.fspath(cache_directory(cache_dir) / "hub")
+
+
+@contextlib.contextmanager
+def _bars_for_watchers() -> Iterator[None]:
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if someone_watches() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 @contextlib.contextmanager
@@ -106,6 +127,12 @@ def _clear_hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
         raise UserError(
             f"{repo_id} is not on this machine and the Hub cannot be reached "
             f"({one_line(error.__cause__ or error)}): check the network, or give a local folder"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        if error.response is None or error.response.status_code not in (401, 403):
+            raise _interrupted(repo_id, error) from error
+        raise UserError(
+            f"the Hub refuses {repo_id} to you: log in with `hf auth login`, or renew your HF_TOKEN"
         ) from error
     except OSError as error:
         if error.errno is None:

