@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from quasar_lab.calibration import ActivationStats
+from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.int8_gemm import quantize_activation, quantize_weight
 from quasar_lab.smoothing import smoothquant_scale
 

@@ -10,18 +10,26 @@ plus a sample of the first batch. Linears that read the same tensor (q, k and v;
 share one `ActivationStats`.
 """
 
+import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from quasar_lab.activation_stats import Accumulator, ActivationStats
 from quasar_lab.errors import UserError
-from quasar_lab.structure import weight_modules
+from quasar_lab.structure import as_module, weight_modules
+from quasar_lab.token_batches import unpadded
+
+__all__ = ["ActivationStats", "CalibrationStats", "Observer", "calibrate", "observe"]
 
 # The m2 search multiplies the sample by the weights up to 100 times, and its attention loss is
 # quadratic in the sample: a few hundred tokens are what it can use.
@@ -31,100 +39,8 @@ MAX_SAMPLE_TOKENS = 256
 MAX_RECORDED_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ActivationStats:
-    """What is known of the C channels of one linear's input x (algorithms: section 1).
-
-    min, max: fp32[C], over all tokens; sigma: fp32 scalar, the largest over batches of the
-    unbiased standard deviation of x - center (all tokens and channels of the batch together, the
-    center being that of the tokens seen so far); sample: the inputs X0[N0, C] of the first batch;
-    num_tokens: how many rows were seen.
-    """
-
-    min: Float32[Tensor, "C"]
-    max: Float32[Tensor, "C"]
-    sigma: Float32[Tensor, ""]
-    sample: Float32[Tensor, "N0 C"]
-    num_tokens: int
-
-    @property
-    def absmax(self) -> Float32[Tensor, "C"]:
-        """a_j = max |x_j|."""
-        return torch.maximum(self.min.abs(), self.max.abs())
-
-    @property
-    def center(self) -> Float32[Tensor, "C"]:
-        """m_j = (max_j + min_j) / 2."""
-        return (self.max + self.min) / 2
-
-    @property
-    def center_absmax(self) -> Float32[Tensor, "C"]:
-        """c_j = max (x_j - m_j), half the range of the channel."""
-        return (self.max - self.min) / 2
-
-    @property
-    def threshold(self) -> Float32[Tensor, ""]:
-        """T = max_j c_j."""
-        return self.center_absmax.max()
-
-    @property
-    def outlier_ratio(self) -> float:
-        """The largest channel's absmax over the median channel's: 1 is flat, 100 is an outlier."""
-        absmax = self.absmax
-        return float(absmax.max() / absmax.median().clamp_min(1e-12))
-
-    @classmethod
-    def from_batches(
-        cls, batches: Iterable[Tensor] | Tensor, *, max_sample_tokens: int | None = None
-    ) -> "ActivationStats":
-        """Statistics of `batches`, tensors [..., C] (a bare tensor counts as one batch).
-
-        Raises UserError when there is no batch, a batch is empty or not finite, or C changes.
-        """
-        accumulator = _Accumulator(max_sample_tokens)
-        for index, batch in enumerate([batches] if isinstance(batches, Tensor) else batches):
-            if not isinstance(batch, Tensor) or batch.ndim == 0:
-                raise UserError(
-                    f"batch {index} is {_describe(batch)}: pass tensors [..., channels]"
-                )
-            accumulator.update(batch.detach(), where=f"batch {index}")
-        return accumulator.result()
-
-
-class _Accumulator:
-    """The running form of `ActivationStats`."""
-
-    def __init__(self, max_sample_tokens: int | None) -> None:
-        self.max_sample_tokens = max_sample_tokens
-        self.num_tokens = 0
-
-    def update(self, x: Float[Tensor, "*rows C"], *, where: str) -> None:
-        if x.numel() == 0:
-            raise UserError(f"{where}: no tokens in a batch of shape {list(x.shape)}")
-        x = x.reshape(-1, x.shape[-1]).float()
-        low, high = torch.aminmax(x, dim=0)
-        # min and max propagate NaN and Inf, so C values tell about all of them
-        if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
-            raise UserError(
-                f"{where}: NaN or Inf in the input, check the model's weights and dtype"
-            )
-        if self.num_tokens == 0:
-            self.min, self.max = low, high
-            self.sigma = torch.zeros((), device=x.device)
-            self.sample = x[: self.max_sample_tokens].clone()
-        elif len(low) != len(self.min):
-            raise UserError(f"{where}: {len(low)} channels, earlier batches had {len(self.min)}")
-        else:
-            self.min, self.max = torch.minimum(self.min, low), torch.maximum(self.max, high)
-        if x.numel() > 1:
-            spread = (x - (self.max + self.min) / 2).std()
-            self.sigma = torch.maximum(self.sigma, spread)
-        self.num_tokens += len(x)
-
-    def result(self) -> ActivationStats:
-        if self.num_tokens == 0:
-            raise UserError("no batches to take statistics of: pass at least one")
-        return ActivationStats(self.min, self.max, self.sigma, self.sample, self.num_tokens)
+_FORMAT = "quasar-lab calibration 1"
+_TENSORS = ("min", "max", "sigma", "sample")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +67,60 @@ class CalibrationStats(Mapping[str, ActivationStats]):
     def __len__(self) -> int:
         return len(self.stats)
 
+    def save(self, path: str | Path) -> None:
+        """Write everything to one safetensors file; shared statistics are stored once.
+
+        The file appears under its name only when it is complete.
+        """
+        path = Path(path)
+        distinct = list({id(stats): stats for stats in self.stats.values()}.values())
+        index = {id(stats): i for i, stats in enumerate(distinct)}
+        tensors = {
+            f"{i}.{field}": getattr(stats, field).cpu().contiguous()
+            for i, stats in enumerate(distinct)
+            for field in _TENSORS
+        }
+        tensors |= {f"sequence.{i}": ids for i, ids in enumerate(self.sequences)}
+        metadata = {
+            "format": _FORMAT,
+            "model_name": self.model_name,
+            "num_batches": str(self.num_batches),
+            "num_tokens": str(self.num_tokens),
+            "group_of_linear": json.dumps({n: index[id(s)] for n, s in self.stats.items()}),
+            "group_tokens": json.dumps([stats.num_tokens for stats in distinct]),
+        }
+        unfinished = path.with_name(path.name + ".part")
+        try:
+            save_file(tensors, unfinished, metadata)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CalibrationStats":
+        """Read what `save` wrote. Raises UserError when there is no such file."""
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read calibration statistics from {path}: {error}") from None
+        if metadata.get("format") != _FORMAT:
+            raise UserError(f"{path} holds no calibration statistics (CalibrationStats.save)")
+        groups = [
+            ActivationStats(**{f: tensors[f"{i}.{f}"] for f in _TENSORS}, num_tokens=count)
+            for i, count in enumerate(json.loads(metadata["group_tokens"]))
+        ]
+        names = json.loads(metadata["group_of_linear"])
+        num_sequences = sum(name.startswith("sequence.") for name in tensors)
+        return cls(
+            {name: groups[i] for name, i in names.items()},
+            metadata["model_name"],
+            int(metadata["num_batches"]),
+            int(metadata["num_tokens"]),
+            tuple(tensors[f"sequence.{i}"] for i in range(num_sequences)),
+        )
+
     def __repr__(self) -> str:
         return (
             f"CalibrationStats({len(self.stats)} linears of {self.model_name or 'a model'}, "
@@ -163,9 +133,9 @@ class Observer:
 
     def __init__(self, max_sample_tokens: int | None) -> None:
         self.max_sample_tokens = max_sample_tokens
-        self.accumulators: dict[str, _Accumulator] = {}
+        self.accumulators: dict[str, Accumulator] = {}
         self._batch = -1
-        self._seen: list[tuple[weakref.ref[Tensor], int, _Accumulator]] = []
+        self._seen: list[tuple[weakref.ref[Tensor], int, Accumulator]] = []
 
     def start_batch(self) -> None:
         """Call before each forward: errors name the batch by the number of calls."""
@@ -179,7 +149,7 @@ class Observer:
                 if self.accumulators.setdefault(name, accumulator) is accumulator:
                     return  # another linear has recorded this very tensor
                 break
-        accumulator = self.accumulators.setdefault(name, _Accumulator(self.max_sample_tokens))
+        accumulator = self.accumulators.setdefault(name, Accumulator(self.max_sample_tokens))
         accumulator.update(x.detach(), where=f"{name}, batch {self._batch}")
         self._seen.append((weakref.ref(x), x._version, accumulator))
 
@@ -226,14 +196,15 @@ def observe(
 
 
 def calibrate(
-    model: nn.Module,
+    model: object,
     batches: Iterable[object],
     *,
     max_sample_tokens: int | None = MAX_SAMPLE_TOKENS,
-    ignore: Sequence[str] = (),
+    ignore: Sequence[str] | str = (),
 ) -> CalibrationStats:
     """Run `batches` through `model` and return the statistics of every linear's input.
 
+    model: any Hugging Face causal language model, or what `load` returned.
     batches: token ids as LongTensor[S] or LongTensor[B, S], a dict with "input_ids" and perhaps
         "attention_mask" (what a tokenizer returns), or a pair (ids, mask). Padding is cut out, not
         just ignored: each sequence of a padded batch is run alone, so positions, statistics and
@@ -244,8 +215,8 @@ def calibrate(
     The model is unchanged. Raises UserError for an empty calibration set, a batch of the wrong
     type or rank, a linear that never ran, and NaN or Inf (naming linear and batch).
     """
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model is {_describe(model)}: pass the torch module, e.g. load().model")
+    model = as_module(model)
+    ignore = (ignore,) if isinstance(ignore, str) else ignore
     sequences: list[Tensor] = []
     recorded = num_batches = num_tokens = 0
     was_training = model.training
@@ -256,7 +227,7 @@ def calibrate(
         with torch.no_grad(), observe(model, max_sample_tokens=max_sample_tokens) as observer:
             for index, batch in enumerate(batches):
                 num_batches += 1
-                for ids in _unpadded(batch, index, model):
+                for ids in unpadded(batch, index, model):
                     observer.start_batch()
                     model(input_ids=ids.to(device), use_cache=False)
                     num_tokens += ids.numel()
@@ -281,56 +252,3 @@ def calibrate(
         )
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     return CalibrationStats(observer.results(), name, num_batches, num_tokens, tuple(sequences))
-
-
-def _unpadded(batch: object, index: int, model: nn.Module) -> list[Tensor]:
-    """One batch as a list of LongTensor[B, S] without padding."""
-    mask: object = None
-    if isinstance(batch, Mapping):
-        if "input_ids" not in batch:
-            raise UserError(f"batch {index} has no 'input_ids', only {sorted(map(str, batch))}")
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
-        ids, mask = batch
-    else:
-        ids = batch
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise UserError(f"batch {index} is {_describe(ids)}: pass token ids as a LongTensor")
-    if ids.ndim not in (1, 2) or ids.numel() == 0:
-        raise UserError(
-            f"batch {index} has shape {list(ids.shape)}: pass ids [tokens] or [batch, tokens]"
-        )
-    ids = ids.reshape(-1, ids.shape[-1]).long()
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    vocabulary = getattr(embedding, "num_embeddings", None)
-    if ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary):
-        raise UserError(
-            f"batch {index} has token id {int(ids.min() if ids.min() < 0 else ids.max())}, the "
-            f"model's ids go from 0 to {(vocabulary or 0) - 1}"
-        )
-    if mask is None:
-        rows = [ids]
-    else:
-        if not isinstance(mask, Tensor) or mask.numel() != ids.numel():
-            raise UserError(
-                f"batch {index}: the attention mask must be a tensor of shape {list(ids.shape)}"
-            )
-        keep = mask.reshape(ids.shape).bool()
-        rows = (
-            [ids] if keep.all() else [row[kept][None] for row, kept in zip(ids, keep, strict=True)]
-        )
-        if any(row.numel() == 0 for row in rows):
-            raise UserError(f"batch {index} has a sequence that is all padding")
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if limit is not None and max(row.shape[-1] for row in rows) > limit:
-        raise UserError(
-            f"batch {index} has {max(row.shape[-1] for row in rows)} tokens, the model takes "
-            f"{limit}"
-        )
-    return rows
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.alpha_search import search_alpha
 from quasar_lab.architectures import SmoothingGroup
-from quasar_lab.calibration import ActivationStats
 from quasar_lab.errors import UserError
 from quasar_lab.smoothing import m2_scale, smoothquant_scale, weight_absmax
 from quasar_lab.structure import linear_layers, norm_weight, parameter, weight_matrix

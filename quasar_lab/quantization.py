@@ -18,16 +18,16 @@ from jaxtyping import Float32, Int8
 from torch import Tensor, nn
 
 from quasar_lab import int8_gemm
+from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.architectures import (
     GROUP_KINDS,
     SmoothingGroup,
     find_groups,
 )
-from quasar_lab.calibration import ActivationStats
 from quasar_lab.errors import UserError
 from quasar_lab.folding import METHODS, Fold, GroupScale, group_scale
 from quasar_lab.group_check import wrong_groups
-from quasar_lab.structure import linear_layers, weight_matrix, weight_modules
+from quasar_lab.structure import as_module, linear_layers, weight_matrix, weight_modules
 
 # A channel this many times above the median makes a token's INT8 step too coarse for the rest.
 OUTLIER_RATIO = 100.0
@@ -130,7 +130,7 @@ _DEFAULT = QuantizationConfig()
 
 
 def quantize(
-    model: nn.Module,
+    model: object,
     stats: Mapping[str, ActivationStats] | None = None,
     config: QuantizationConfig = _DEFAULT,
 ) -> nn.Module:
@@ -139,6 +139,7 @@ def quantize(
     stats: from `calibrate`; without them nothing is smoothed (with a warning when `config` asks
     for smoothing). The result carries a table of what was done, see `quantization_report`.
     """
+    model = as_module(model)
     linears = linear_layers(model)
     if not linears:
         raise UserError(f"a {type(model).__name__} has no linears to quantise")

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from quasar_lab.calibration import ActivationStats
+from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.errors import UserError
 
 SCALE_FLOOR = 1e-5

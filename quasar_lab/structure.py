@@ -7,6 +7,22 @@ from transformers.pytorch_utils import Conv1D
 from quasar_lab.errors import UserError
 
 
+def describe(value: object) -> str:
+    """A value in a few words, for error messages."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def as_module(model: object) -> nn.Module:
+    """The torch module behind `model`: itself, or that of what `load` returned."""
+    if not isinstance(model, nn.Module):
+        model = getattr(model, "model", model)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is {describe(model)}: pass a torch module or what load() returned")
+    return model
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> module of every linear: `nn.Linear` and GPT-2's `Conv1D`."""
     return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
