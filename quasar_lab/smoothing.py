@@ -93,7 +93,8 @@ def m2_scale(
     if 3 * stats.sigma >= stats.threshold:
         return smoothquant_scale(stats.absmax, w, alpha=0.5)
 
-    c, smoothed = stats.center_absmax, (stats.center_absmax / w).sqrt().clamp_min(SCALE_FLOOR)
+    c = stats.center_absmax
+    smoothed = _sqrt(c / w).clamp_min(SCALE_FLOOR)
     loss = _M2Loss(stats, weights, biases)
     best_loss, best_scale = torch.inf, torch.ones_like(c)
     previous: Tensor | None = None
@@ -144,6 +145,15 @@ class _M2Loss:
         rounded = fake_quantize_per_tensor(self.centred / scale)
         output = self.output(rounded @ (self.weight * scale).T + self.offset)
         return (output - self.reference).square().mean().item()
+
+
+def _sqrt(x: Float32[Tensor, "C"]) -> Float32[Tensor, "C"]:
+    """Correctly rounded: torch's own float32 root is off in the last bit on some CPUs.
+
+    The largest c_j / s_j puts the zero point of the centred, symmetric range on a tie (127.5), so
+    the last bit of a scale can decide which candidate wins.
+    """
+    return x.double().sqrt().float()
 
 
 def fake_quantize_per_tensor(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
