@@ -54,3 +54,19 @@ def real_model():
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A tiny Llama checkpoint on disk with a chat template and a byte-level tokenizer."""
+    from tiny_checkpoints import write_folder
+
+    return write_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def tiny_language_model(tiny_folder):
+    """The tiny checkpoint as `load` gives it (float32)."""
+    from quasar_lab import load
+
+    return load(tiny_folder)

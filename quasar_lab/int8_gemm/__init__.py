@@ -24,7 +24,12 @@ __all__ = [
 ]
 
 # In the order of preference where nothing is measured.
-_BACKENDS = {"cpu": "cpu", "reference": "reference"}
+_BACKENDS = {
+    "triton": "triton_backend",
+    "cpu": "cpu",
+    "int_mm": "int_mm",
+    "reference": "reference",
+}
 
 
 def _backend(name: str) -> ModuleType:

@@ -97,11 +97,12 @@ def fastest(usable: Mapping[str, ModuleType], rows: int, weight: Tensor) -> str:
     bucket = min(1 << max(rows - 1, 0).bit_length(), _LARGEST_BUCKET)
     key = f"{weight.device.type} {torch.get_num_threads()} {bucket}x{list(weight.shape)}"
     known = _known().get(key)
-    if known not in usable:
-        generator = torch.Generator(device=weight.device).manual_seed(0)
-        x = torch.randn(bucket, weight.shape[1], device=weight.device, generator=generator)
-        scale = torch.ones(weight.shape[0], device=weight.device)
-        seconds = {name: _measure(usable[name], x, weight, scale) for name in names}
-        known = min(seconds, key=seconds.__getitem__)
-        _remember(key, known)
-    return known
+    if known is not None and known in usable:
+        return known
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    x = torch.randn(bucket, weight.shape[1], device=weight.device, generator=generator)
+    scale = torch.ones(weight.shape[0], device=weight.device)
+    seconds = {name: _measure(usable[name], x, weight, scale) for name in names}
+    best = min(seconds, key=seconds.__getitem__)
+    _remember(key, best)
+    return best

@@ -189,7 +189,7 @@ def _compile(isa_name: str) -> int:
                  m, k, weight, weight_scale, bias, n, out, scratch + thread * SCRATCH,
                  thread, threads)  # fmt: skip
 
-    return linear.address
+    return linear.address  # type: ignore[return-value]
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,0 +1,46 @@
+# Each target sets up what it needs in .venv first; that costs nothing when it is already there.
+#   make demo    measure Quasar against its baselines on this machine (reports/demo.html)
+#   make test    everything that CI runs
+#   make lab     open the notebooks in JupyterLab
+#   make site    the notebooks, executed, as HTML in site/
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test lab site clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# *//; /^make /p' Makefile
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
+	  f"quasar-lab needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks,test]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[triton-ci]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/quasar-lab demo
+
+lab: $(READY)
+	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 --notebook-dir=notebooks
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+	QUASAR_LAB_FAST=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
+
+site: $(READY)
+	$(BIN)/jupyter nbconvert --execute --to html --output-dir site notebooks/*.ipynb
+
+clean:
+	rm -rf $(VENV) build dist site reports

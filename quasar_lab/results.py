@@ -1,0 +1,77 @@
+"""Results that survive: one JSON line a measurement, written as it comes in.
+
+A run that was killed leaves every finished line; the next run with the same settings goes on
+where it stopped. Lines of another run (other settings) are refused rather than mixed.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from quasar_lab.errors import UserError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class ResultFile:
+    """A JSON-lines file: the first line holds the settings, each further one a row.
+
+    path None keeps the rows in memory only. Raises UserError when the file belongs to a run with
+    other settings or cannot be read or written.
+    """
+
+    def __init__(self, path: str | Path | None, settings: dict[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.rows: list[dict[str, Any]] = []
+        if self.path is None:
+            return
+        try:
+            if self.path.exists():
+                self._resume(self.path, settings)
+            else:
+                write_atomically(self.path, json.dumps({"settings": settings}) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot use the result file {path}: {error.strerror}") from error
+
+    def _resume(self, path: Path, settings: dict[str, Any]) -> None:
+        text = path.read_text(encoding="utf-8")
+        # a run killed while it wrote leaves a last line without its end: drop it
+        complete = text[: text.rfind("\n") + 1]
+        try:
+            head, *lines = [json.loads(line) for line in complete.splitlines()]
+            found = head["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is no result file of quasar-lab: choose another") from error
+        wanted = json.loads(json.dumps(settings))
+        different = [key for key in {*found, *wanted} if found.get(key) != wanted.get(key)]
+        if different:
+            key = sorted(different)[0]
+            raise UserError(
+                f"{path} holds a run with {key} = {found.get(key)!r}, this one has "
+                f"{wanted.get(key)!r}: delete the file or choose another"
+            )
+        self.rows = lines
+        if complete != text:
+            write_atomically(path, complete)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row and put it on the disk."""
+        self.rows.append(row)
+        if self.path is not None:
+            try:
+                with self.path.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(row) + "\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            except OSError as error:
+                raise UserError(f"cannot write {self.path}: {error.strerror}") from error

@@ -1,0 +1,142 @@
+"""From measured rows to the table: speed, and why.
+
+With the same counting on both sides, a method's speedup over plain decoding is exactly S = L / r:
+L tokens a verification step, r the cost of that step in plain steps (algorithms: section 9). A gain
+of one method over another splits into an L term and a step term, whose product it is.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from quasar_lab.errors import UserError
+from quasar_lab.methods import BASELINE, METHODS
+
+_RESAMPLES = 2000
+
+
+def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tokens, steps and seconds of each method, summed over its generations."""
+    return rows.groupby("method", sort=False)[
+        ["new_tokens", "steps", "decode_seconds", "drafted", "accepted"]
+    ].sum()
+
+
+def _ratios(totals: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    length = totals["new_tokens"] / totals["steps"]
+    step_seconds = totals["decode_seconds"] / totals["steps"]
+    step_cost = step_seconds / step_seconds[baseline]
+    return pd.DataFrame(
+        {
+            "speedup": length / length[baseline] / step_cost,
+            "mean_acceptance_length": length,
+            "verify_step_in_plain_steps": step_cost,
+            "step_ms": step_seconds * 1e3,
+        }
+    )
+
+
+def summarize(rows: pd.DataFrame, *, baseline: str = BASELINE, seed: int = 0) -> pd.DataFrame:
+    """One row a method, from the rows of `run_benchmark`.
+
+    tokens_per_second is the median over generations; speedup, mean_acceptance_length (L) and
+    verify_step_in_plain_steps (r) are of the totals, so that speedup = L / r holds exactly;
+    speedup_low and speedup_high bound 95 % of 2,000 resamplings of the prompts;
+    same_as_baseline: share of the baseline's tokens before the first difference, pooled.
+    """
+    if baseline not in set(rows["method"]):
+        raise UserError(f"the rows hold no method {baseline!r} to compare with")
+    table = _ratios(_pooled(rows), baseline)
+    table.insert(
+        0, "label", [METHODS[name].label if name in METHODS else name for name in table.index]
+    )
+    table.insert(1, "tokens_per_second", rows.groupby("method")["tokens_per_second"].median())
+    low, high = _bootstrap(rows, baseline, list(table.index), seed)
+    table.insert(3, "speedup_low", low)
+    table.insert(4, "speedup_high", high)
+    drafted = _pooled(rows)["drafted"]
+    table["draft_acceptance"] = (_pooled(rows)["accepted"] / drafted).where(drafted > 0)
+    table["same_as_baseline"] = _agreement(rows, baseline)
+    return table
+
+
+def _bootstrap(
+    rows: pd.DataFrame, baseline: str, methods: list[str], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """95 % interval of each speedup; whole prompts are drawn, since their turns belong together."""
+    groups = [_pooled(group).loc[methods] for _, group in rows.groupby(["task", "question_id"])]
+    stacked = np.stack([group[["new_tokens", "decode_seconds"]].to_numpy() for group in groups])
+    rng = np.random.default_rng(seed)
+    draws = rng.integers(len(groups), size=(_RESAMPLES, len(groups)))
+    totals = stacked[draws].sum(axis=1)  # [resamples, methods, 2]
+    speed = totals[:, :, 0] / totals[:, :, 1]
+    speedup = speed / speed[:, [methods.index(baseline)]]
+    low, high = np.quantile(speedup, [0.025, 0.975], axis=0)
+    return low, high
+
+
+def _agreement(rows: pd.DataFrame, baseline: str) -> pd.Series:
+    keys = ["task", "question_id", "turn", "temperature", "seed"]
+    reference = rows[rows["method"] == baseline].set_index(keys)["tokens"]
+    shares = {}
+    for method, group in rows.groupby("method"):
+        same = total = 0
+        for key, tokens in group.set_index(keys)["tokens"].items():
+            expected = reference[key]
+            same += common_prefix(tokens, expected)
+            total += len(expected)
+        shares[method] = same / total
+    return pd.Series(shares)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two sequences share."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True, slots=True)
+class GainSplit:
+    """speedup of one method over another = length_term * step_term."""
+
+    speedup: float
+    length_term: float
+    step_term: float
+
+
+def split_gain(summary: pd.DataFrame, method: str, over: str) -> GainSplit:
+    """How much of a gain is a longer acceptance length, and how much a cheaper verify step.
+
+    S_a / S_b = (L_a / L_b) * (r_b / r_a), algorithms section 9.
+    """
+    for name in (method, over):
+        if name not in summary.index:
+            raise UserError(
+                f"the summary has no method {name!r}: it has {', '.join(summary.index)}"
+            )
+    a, b = summary.loc[method], summary.loc[over]
+    length = a["mean_acceptance_length"] / b["mean_acceptance_length"]
+    step = b["verify_step_in_plain_steps"] / a["verify_step_in_plain_steps"]
+    return GainSplit(length * step, length, step)
+
+
+def verdict(summary: pd.DataFrame) -> str:
+    """One sentence on what this machine showed, whichever way it went."""
+    quasar = summary.loc["quasar"]
+    ngram, plain_int8 = summary.loc["ngram"], summary.loc["int8"]
+    gain = split_gain(summary, "quasar", "ngram")
+    direction = "faster" if plain_int8["speedup"] > 1 else "slower"
+    factor = max(plain_int8["speedup"], 1 / plain_int8["speedup"])
+    best = summary["speedup"].idxmax()
+    result = (
+        f"On this machine Quasar decoded {quasar['speedup']:.2f}x as fast as plain full precision "
+        f"(95 % of resamplings: {quasar['speedup_low']:.2f} to {quasar['speedup_high']:.2f}) and "
+        f"{gain.speedup:.2f}x as fast as n-gram speculation in full precision "
+        f"({ngram['speedup']:.2f}x): {gain.length_term:.2f}x from the acceptance length, "
+        f"{gain.step_term:.2f}x from the verify step; INT8 alone is {factor:.2f}x {direction} "
+        "than full precision"
+    )
+    if best != "quasar":
+        result += f", and the fastest method here was not Quasar but {summary.loc[best, 'label']}"
+    return result + "."

@@ -1,0 +1,119 @@
+"""The benchmark: every method on every prompt, resumable, with the same target's own output."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from quasar_lab import Prompt, UserError, run_benchmark
+from quasar_lab import benchmark as benchmark_module
+from quasar_lab.methods import METHODS, DraftSettings
+
+TASKS = {
+    "chat": [Prompt(1, "chat", ("one two one two", "and again")), Prompt(2, "chat", ("abcabc",))],
+    "code": [Prompt(3, "code", ("x = x + 1; x = x +",))],
+}
+OPTIONS = dict(tasks=TASKS, max_new_tokens=12, progress=False)
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_language_model) -> pd.DataFrame:
+    return run_benchmark(tiny_language_model, **OPTIONS)
+
+
+def test_every_method_runs_on_every_turn(rows) -> None:
+    assert len(rows) == 4 * len(METHODS)  # 3 prompts, one of them with two turns
+    assert set(rows.groupby("method").size()) == {4}
+    assert (rows["new_tokens"] == rows["tokens"].map(len)).all()
+    assert set(rows["engine"]) == {"quasar-lab decoder"}
+
+
+def test_same_target_same_greedy_text(rows) -> None:
+    """Speculation must not change what its own target says."""
+    for _, group in rows.groupby(["question_id", "turn"]):
+        tokens = dict(zip(group["method"], group["tokens"], strict=True))
+        assert tokens["ngram"] == tokens["plain"]
+        assert tokens["quasar"] == tokens["int8"]
+
+
+def test_plain_decoding_takes_one_step_a_token(rows) -> None:
+    plain = rows[rows["method"].isin(["plain", "int8"])]
+    assert (plain["steps"] == plain["new_tokens"]).all() and (plain["drafted"] == 0).all()
+
+
+def test_every_method_continues_the_same_conversation(rows) -> None:
+    """The second turn follows the baseline's answer, whatever the method's own was."""
+    second = rows[(rows["question_id"] == 1) & (rows["turn"] == 1)]
+    assert second["prompt_tokens"].nunique() == 1
+
+
+def test_a_killed_run_continues_without_loss_or_repetition(tiny_language_model, tmp_path,
+                                                           monkeypatch) -> None:  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    real, calls = benchmark_module.generate, []
+
+    def dies_after(count: int):
+        def generate(*args, **kwargs):
+            # the warm-up's calls have no sampling argument
+            if "sampling" in kwargs:
+                calls.append(1)
+                if len(calls) > count:
+                    raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        return generate
+
+    for count in (3, 8):
+        monkeypatch.setattr(benchmark_module, "generate", dies_after(count))
+        with pytest.raises(KeyboardInterrupt):
+            run_benchmark(tiny_language_model, results=path, **OPTIONS)
+        calls.clear()
+    monkeypatch.setattr(benchmark_module, "generate", real)
+    rows = run_benchmark(tiny_language_model, results=path, **OPTIONS)
+    keys = ["task", "question_id", "turn", "method"]
+    assert len(rows) == 16 and not rows.duplicated(keys).any()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 1 + 16
+    assert rows[[*keys, "tokens"]].equals(
+        run_benchmark(tiny_language_model, results=path, **OPTIONS)[[*keys, "tokens"]]
+    )
+
+
+def test_sampled_runs_take_each_seed_and_greedy_ones_only_the_first(tiny_language_model) -> None:
+    rows = run_benchmark(
+        tiny_language_model, ["plain"], {"c": TASKS["code"]}, (0.0, 1.0), seeds=(1, 2),
+        max_new_tokens=6, progress=False,
+    )  # fmt: skip
+    assert rows[["temperature", "seed"]].to_numpy().tolist() == [[0, 1], [1, 1], [1, 2]]
+    assert rows["tokens"][1] != rows["tokens"][2]
+
+
+def test_the_transformers_engine_says_the_same(tiny_language_model, rows) -> None:
+    other = run_benchmark(tiny_language_model, ["ngram"], engine="transformers", **OPTIONS)
+    assert set(other["engine"]) == {"transformers"}
+    mine = rows[rows["method"] == "ngram"]["tokens"].tolist()
+    assert other[other["method"] == "ngram"]["tokens"].tolist() == mine
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": ["eagle"]}, "unknown method 'eagle'"),
+        ({"methods": []}, "unknown method ''"),
+        ({"tasks": {}}, "no prompts"),
+        ({"tasks": ["poems"]}, "poems"),
+        ({"temperatures": []}, "must not be empty"),
+        ({"temperatures": [-1.0]}, "temperature is -1"),
+        ({"engine": "vllm"}, "engine 'vllm'"),
+    ],
+)
+def test_wrong_settings_are_one_line(tiny_language_model, options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_benchmark(tiny_language_model, **{**OPTIONS, **options})
+
+
+def test_draft_settings_are_checked_when_they_are_made() -> None:
+    with pytest.raises(UserError, match="num_draft_tokens"):
+        DraftSettings(0)
+    with pytest.raises(UserError):
+        DraftSettings(max_ngram=1, min_ngram=2)
