@@ -111,21 +111,25 @@ def probabilities(
     """
     scores = adjusted_logits(
         logits, config, context, draft_tokens=draft_tokens, first_position=first_position
-    ).double()
-    largest, best = scores.max(dim=-1, keepdim=True)
+    )
     if config.greedy:
-        return torch.zeros_like(scores).scatter_(-1, best, 1.0)
-    scores = (scores - largest) / config.temperature
-    if config.top_k is not None and config.top_k < scores.shape[-1]:
-        smallest_kept = scores.topk(config.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < smallest_kept, -math.inf)
-    p = scores.exp_()
-    p /= p.sum(dim=-1, keepdim=True)
+        best = scores.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(scores, dtype=torch.float64).scatter_(-1, best, 1.0)
+    # A softmax in one buffer: at [6, 49152] a new temporary costs more than the arithmetic on it.
+    p = scores.to(torch.float64, copy=True)
+    p.sub_(p.amax(dim=-1, keepdim=True)).div_(float(config.temperature)).exp_()
+    p.div_(p.sum(dim=-1, keepdim=True))
+    # Each filter keeps what is at least as likely as the last token it wants: ties stay together,
+    # so that the same row gives the same set wherever it stands in a block.
+    if config.top_k is not None and config.top_k < p.shape[-1]:
+        p.masked_fill_(p < p.topk(config.top_k, dim=-1).values[:, -1:], 0.0)
     if config.top_p is not None and config.top_p < 1:
-        p = torch.where(p >= _nucleus_threshold(p, config.top_p), p, 0.0)
+        p.masked_fill_(p < _nucleus_threshold(p, float(config.top_p)), 0.0)
     if config.min_p is not None:
-        p = torch.where(p >= config.min_p * p.amax(dim=-1, keepdim=True), p, 0.0)
-    return p / p.sum(dim=-1, keepdim=True)
+        p.masked_fill_(p < float(config.min_p) * p.amax(dim=-1, keepdim=True), 0.0)
+    if config.top_k is not None or config.top_p is not None or config.min_p is not None:
+        p.div_(p.sum(dim=-1, keepdim=True))
+    return p
 
 
 def adjusted_logits(
@@ -148,17 +152,21 @@ def adjusted_logits(
     _check_logits(logits, first_position)
     if config.repetition_penalty == 1:
         return logits
-    num_rows, vocab_size = logits.shape
-    # seen[r, t]: token t occurs before row r
-    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=logits.device)
-    seen[:, _token_tensor(context, vocab_size, logits.device)] = True
-    for index, token in enumerate(_token_tensor(draft_tokens, vocab_size, logits.device)):
-        seen[index + 1 :, token] = True
-    scores = logits.double()
-    penalised = torch.where(
-        scores > 0, scores / config.repetition_penalty, scores * config.repetition_penalty
-    )
-    return torch.where(seen, penalised, scores)
+    vocab_size = logits.shape[1]
+    seen = _distinct_tokens("context", context, vocab_size)
+    scores = logits.to(torch.float64, copy=True)
+    columns = torch.tensor(sorted(seen), dtype=torch.long, device=logits.device)
+    scores[:, columns] = _penalised(scores[:, columns], config)
+    for row, token in enumerate(_token_list("draft", draft_tokens, vocab_size), start=1):
+        if token not in seen:
+            seen.add(token)
+            scores[row:, token] = _penalised(scores[row:, token], config)
+    return scores
+
+
+def _penalised(scores: Tensor, config: SamplingConfig) -> Tensor:
+    penalty = float(config.repetition_penalty)
+    return torch.where(scores > 0, scores / penalty, scores * penalty)
 
 
 def _check_logits(logits: Tensor, first_position: int) -> None:
@@ -178,33 +186,35 @@ def _check_logits(logits: Tensor, first_position: int) -> None:
     )
 
 
-def _token_tensor(tokens: object, vocab_size: int, device: torch.device) -> Tensor:
-    if tokens is None:
-        tokens = ()
-    ids = torch.as_tensor(tokens, dtype=torch.long, device=device).reshape(-1)
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
-        raise UserError(
-            f"the context holds token {int(ids.min())} to {int(ids.max())}: tokens must lie "
-            f"between 0 and {vocab_size - 1}"
-        )
+def _token_list(name: str, tokens: object, vocab_size: int) -> list[int]:
+    ids = torch.as_tensor(() if tokens is None else tokens).reshape(-1).tolist()
+    for token in ids:
+        if not 0 <= token < vocab_size or token != int(token):
+            raise UserError(
+                f"the {name} holds token {token}: it must lie between 0 and {vocab_size - 1}"
+            )
     return ids
 
 
-def _nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
-    """The smallest probability in the nucleus, [R, 1]. Ties with it are kept.
+def _distinct_tokens(name: str, tokens: object, vocab_size: int) -> set[int]:
+    if isinstance(tokens, set | frozenset):
+        tokens = sorted(tokens)
+    return set(_token_list(name, tokens, vocab_size))
 
-    The nucleus is nearly always small: look at the largest 256 before sorting everything.
+
+def _nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
+    """The smallest probability [R, 1] among the most likely tokens whose mass reaches top_p.
+
+    p may be unnormalised (top-k came first). The nucleus is nearly always small: the largest 64
+    are looked at before more is sorted.
     """
-    size = min(256, p.shape[-1])
+    # 1e-12: .5 and .4 reach .9, although the sum of a softmax's float64 values may fall short
+    wanted = (top_p - 1e-12) * p.sum(dim=-1, keepdim=True)
+    size = 0
     while True:
+        size = min(max(64, 8 * size), p.shape[-1])
         largest = p.topk(size, dim=-1).values
-        mass = largest.cumsum(dim=-1)
-        # 1e-12: probabilities .5 and .4 reach .9 although their float64 sum may fall short of it
-        enough = mass >= top_p - 1e-12
-        if size == p.shape[-1] or bool(enough[:, -1].all()):
-            break
-        size = min(8 * size, p.shape[-1])
-    first = enough.to(torch.uint8).argmax(dim=-1, keepdim=True)
-    # rounding may leave the whole row a hair short of top_p: then everything is kept
-    first[~enough[:, -1]] = size - 1
-    return largest.gather(-1, first)
+        reached = largest.cumsum(dim=-1) >= wanted
+        if size == p.shape[-1] or bool(reached[:, -1].all()):
+            first = reached.to(torch.uint8).argmax(dim=-1, keepdim=True)
+            return largest.gather(-1, first)

@@ -6,6 +6,7 @@ its last token for the same reason, and every emitted token comes from a verific
 """
 
 import inspect
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasar_lab.drafting.base import Draft, checked_draft
+from quasar_lab.draft import Draft, check_tokens, checked_draft
 from quasar_lab.errors import UserError
 from quasar_lab.sampling import SamplingConfig, adjusted_logits, probabilities
 from quasar_lab.targets import Target
@@ -36,6 +37,9 @@ class SpeculativeSequence:
         target: whatever its cache holds is forgotten at `start`.
         drafter: None for plain decoding.
         sampling, generator: how tokens are chosen; the drafter shares both.
+        vocab_size: the width of the distributions; None: the target's own. Models of one family
+            pad their vocabulary to different sizes: columns are cut off, or added as impossible.
+        eos_token_ids: told to the drafter, which need not draft beyond one.
     """
 
     def __init__(
@@ -44,32 +48,35 @@ class SpeculativeSequence:
         drafter: Any,
         sampling: SamplingConfig,
         generator: torch.Generator,
+        vocab_size: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.sampling = sampling
         self.generator = generator
         self.tokens: list[int] = []
-        self.vocab_size: int | None = getattr(target, "vocab_size", None)
+        self._wanted_size = vocab_size
+        self.vocab_size: int | None = vocab_size or getattr(target, "vocab_size", None)
+        self.eos_token_ids = eos_token_ids
         self._can_limit_logits = "num_logits" in inspect.signature(target.forward).parameters
         # token -> occurrences: all that the repetition penalty needs to know of the context
         self._counts: Counter[int] = Counter()
 
     def start(self, prompt_ids: list[int]) -> float:
-        """Begin with a prompt; returns the seconds that its prefill took."""
+        """Begin with a prompt; returns the seconds of the prefill and the drafter's reset."""
         started = time.perf_counter()
         self.target.rollback(self.target.length)
         self.tokens = list(prompt_ids)
         self._counts = Counter(prompt_ids)
         if len(prompt_ids) > 1:
             self._forward(prompt_ids[:-1], num_logits=1)
-        seconds = time.perf_counter() - started
         if self.drafter is not None:
             prepare = getattr(self.drafter, "prepare", None)
             if prepare is not None:
-                prepare(self.sampling, self.generator, self.vocab_size)
+                prepare(self.sampling, self.generator, self.vocab_size, self.eos_token_ids)
             self.drafter.reset(list(prompt_ids))
-        return seconds
+        return time.perf_counter() - started
 
     def step(self, max_draft: int, cut: Callable[[list[int]], list[int]]) -> StepResult:
         """Draft, verify, emit.
@@ -85,7 +92,8 @@ class SpeculativeSequence:
         draft_tokens = draft.tokens.tolist()
         fed = self.tokens[self.target.length :] + draft_tokens
         logits = self._forward(fed, num_logits=len(draft) + 1)
-        self._check_vocabulary(draft)
+        if draft_tokens:  # an outsider's target may not have told its vocabulary before
+            check_tokens(draft.tokens, self.vocab_size)
         if self.sampling.greedy:
             p = None
             scores = adjusted_logits(logits, self.sampling, **self._context(draft_tokens))
@@ -106,10 +114,8 @@ class SpeculativeSequence:
             draft_seconds=drafted - began,
             verify_seconds=verified - drafted,
         )
-        if draft_tokens and hasattr(self.drafter, "observe"):
-            self.drafter.observe(
-                len(draft), step.num_accepted, step.draft_seconds, step.verify_seconds
-            )
+        if hasattr(self.drafter, "observe"):
+            self.drafter.observe(step)
         return StepResult(step, None if p is None else p[: len(tokens)])
 
     def append(self, tokens: list[int]) -> None:
@@ -160,12 +166,12 @@ class SpeculativeSequence:
                 f"the target returned logits of shape {tuple(logits.shape)} for {len(tokens)} "
                 f"tokens: forward must return [{expected}, vocabulary]"
             )
+        logits = logits[-num_logits:]
+        if self._wanted_size is not None:
+            missing = self._wanted_size - logits.shape[1]
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
         self.vocab_size = logits.shape[1]
-        return logits[-num_logits:]
-
-    def _check_vocabulary(self, draft: Draft) -> None:
-        # Before the first forward an outsider's target may not have told its vocabulary.
-        checked_draft(draft, len(draft), self.vocab_size)
+        return logits
 
     def _context(self, draft_tokens: list[int]) -> dict[str, Any]:
         arguments: dict[str, Any] = {"first_position": len(self.tokens)}

@@ -67,7 +67,7 @@ class HuggingFaceTarget:
             self.config, "max_position_embeddings", None
         )
         self.eos_token_ids = _eos_token_ids(model)
-        self.cache = RollbackCache(self.config)
+        self.cache = RollbackCache(layer_indices(model))
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.24 renamed `past_key_values` to `cache`; models from the Hub lag behind
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -114,16 +114,15 @@ class HuggingFaceTarget:
 class RollbackCache(Cache):
     """A KV cache of preallocated layers that all hold the same number of tokens.
 
-    layers_used: the indices of the layers that will write into it; None: all of the config's.
+    layers: the indices under which the model's layers write into it. A model with layers left out
+        has gaps.
     """
 
-    def __init__(self, config: Any, layers_used: Iterable[int] | None = None) -> None:
-        num_layers = config.num_hidden_layers
-        used = sorted(set(range(num_layers) if layers_used is None else layers_used))
-        self._own = {index: PreallocatedLayer() for index in used}
-        # Models ask layer 0 for the length: an unused slot answers with the first used layer.
-        first = self._own[used[0]]
-        super().__init__(layers=[self._own.get(i, first) for i in range(num_layers)])
+    def __init__(self, layers: Iterable[int]) -> None:
+        self._own = {index: PreallocatedLayer() for index in sorted(set(layers))}
+        # Models ask slot 0 for the length: an unused slot answers with the first used layer.
+        first = next(iter(self._own.values()))
+        super().__init__(layers=[self._own.get(i, first) for i in range(max(self._own) + 1)])
 
     @property
     def length(self) -> int:
@@ -199,6 +198,13 @@ class PreallocatedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """transformers' spelling of a rollback: a negative number of tokens."""
         self.set_length(self.length - abs(tokens_to_remove))
+
+
+def layer_indices(model: PreTrainedModel) -> set[int]:
+    """The cache slots that the model's attention modules write to."""
+    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return {index for index in found if isinstance(index, int)} or set(range(num_layers))
 
 
 def as_target(model: object) -> Target:

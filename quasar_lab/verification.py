@@ -23,7 +23,7 @@ from torch import Tensor
 from quasar_lab.errors import UserError
 
 # The sums of p and q may be off by the rounding of a float16 softmax over 100,000 tokens.
-_SUM_TOLERANCE = 1e-2
+SUM_TOLERANCE = 1e-2
 
 
 def fresh_generator(seed: int | None) -> torch.Generator:
@@ -87,6 +87,8 @@ class Verification:
 
     num_accepted: int
     next_token: int
+    # the target's probability of the next token
+    p_next: float
     # of each drafted token, its probability under the target and under the drafter
     p_draft: tuple[float, ...]
     q_draft: tuple[float, ...]
@@ -146,10 +148,12 @@ def verify_in_detail(
         uniforms.append(uniform(generator))
         replacement = draw(residual, uniforms[-1])
         mass, top = _summary(residual)
-        return Verification(i, replacement, p_draft, q_draft, tuple(uniforms), mass, top)
+        return Verification(
+            i, replacement, float(p[i, replacement]), p_draft, q_draft, tuple(uniforms), mass, top
+        )
     uniforms.append(uniform(generator))
     bonus = draw(p[-1], uniforms[-1])
-    return Verification(len(draft), bonus, p_draft, q_draft, tuple(uniforms))
+    return Verification(len(draft), bonus, float(p[-1, bonus]), p_draft, q_draft, tuple(uniforms))
 
 
 def verify_greedy(best_tokens: Sequence[int], draft_tokens: Sequence[int]) -> Verification:
@@ -164,6 +168,7 @@ def verify_greedy(best_tokens: Sequence[int], draft_tokens: Sequence[int]) -> Ve
     return Verification(
         num_accepted,
         best_tokens[num_accepted],
+        p_next=1.0,
         p_draft=tuple(map(float, matches)),
         q_draft=(1.0,) * len(draft_tokens),
         uniforms=(),
@@ -214,7 +219,7 @@ def _distributions(name: str, rows: Tensor, num_rows: int) -> Tensor:
         )
     rows = rows.double()
     sums = rows.sum(dim=-1)
-    wrong = ~((sums - 1).abs() <= _SUM_TOLERANCE)  # also true for NaN
+    wrong = ~((sums - 1).abs() <= SUM_TOLERANCE)  # also true for NaN
     if rows.numel() and (bool(wrong.any()) or float(rows.amin()) < 0):
         row = int(wrong.nonzero()[0]) if bool(wrong.any()) else int(rows.amin(-1).argmin())
         raise UserError(

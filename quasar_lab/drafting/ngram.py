@@ -8,7 +8,7 @@ independent of the length of the text.
 
 from typing import Any
 
-from quasar_lab.drafting.base import Draft, check_num_draft_tokens, to_ids
+from quasar_lab.draft import Draft, check_num_draft_tokens, to_ids
 from quasar_lab.errors import UserError
 
 
@@ -49,6 +49,7 @@ class NGramDrafter:
         # for each token, the index entries that its arrival changed and their values before
         self._changes: list[list[tuple[tuple[int, ...], int | None]]] = []
         self.extend(prompt_ids)
+        self._changes.clear()  # only what comes after the prompt can be taken back
 
     def extend(self, tokens: Any) -> None:
         """Append tokens (a list or an integer tensor)."""
@@ -70,7 +71,9 @@ class NGramDrafter:
         return changes
 
     def rollback(self, n: int) -> None:
-        """Forget the last n tokens."""
+        """Forget the last n tokens; only tokens after the prompt can be forgotten."""
+        if n > len(self._changes):
+            raise UserError(f"cannot roll back {n} tokens: {len(self._changes)} follow the prompt")
         for _ in range(n):
             self._tokens.pop()
             for ngram, before in self._changes.pop():

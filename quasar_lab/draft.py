@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from quasar_lab.errors import UserError
+from quasar_lab.verification import SUM_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,11 @@ class Draft:
 class Drafter(Protocol):
     """What `generate` needs of a drafter. All methods work on one sequence.
 
-    It also calls, where they exist: `prepare(sampling, generator, vocab_size)` before reset (a
-    drafter that samples must draw from this generator, under this SamplingConfig),
-    `rollback(n)` to forget the last n tokens of the sequence (without it, reset is called), and
-    `observe(num_drafted, num_accepted, draft_seconds, verify_seconds)` after each step.
+    It also calls, where they exist:
+    `prepare(sampling, generator, vocab_size, eos_token_ids)` before reset: a drafter that samples
+    must draw from this generator and under this SamplingConfig;
+    `rollback(n)` to forget the last n tokens of the sequence (without it: reset);
+    `observe(step)` with the `quasar_lab.trace.Step` of each step.
     """
 
     def reset(self, prompt_ids: Sequence[int]) -> None:
@@ -53,20 +55,6 @@ class Drafter(Protocol):
         ...
 
 
-def check_num_draft_tokens(value: object) -> int:
-    """The value as an int of at least 1; UserError otherwise."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"num_draft_tokens is {value!r}: it must be a whole number >= 1")
-    return value
-
-
-def to_ids(tokens: Sequence[int] | Int[Tensor, "..."]) -> list[int]:
-    """A flat list of ints from a list or an integer tensor [S] or [1, S]."""
-    if isinstance(tokens, Tensor):
-        return tokens.reshape(-1).tolist()
-    return [int(token) for token in tokens]
-
-
 def checked_draft(draft: Any, max_tokens: int, vocab_size: int | None) -> Draft:
     """A draft as `generate` can use it: cut to max_tokens, on the CPU, its errors told.
 
@@ -80,30 +68,43 @@ def checked_draft(draft: Any, max_tokens: int, vocab_size: int | None) -> Draft:
             f"{tokens.dtype}: they must be whole numbers in one row"
         )
     probs = getattr(draft, "probs", None)
-    if probs is not None and (probs.ndim != 2 or probs.shape[0] != len(tokens)):
-        raise UserError(
-            f"the drafter proposed {len(tokens)} tokens with probs of shape "
-            f"{tuple(probs.shape)}: they must be [{len(tokens)}, vocabulary], or None"
-        )
+    if probs is not None:
+        probs = torch.as_tensor(probs)
+        if probs.ndim != 2 or probs.shape[0] != len(tokens):
+            raise UserError(
+                f"the drafter proposed {len(tokens)} tokens with probs of shape "
+                f"{tuple(probs.shape)}: they must be [{len(tokens)}, vocabulary], or None"
+            )
+        probs = probs[:max_tokens]
     tokens = tokens[:max_tokens].long().cpu()
     if len(tokens) == 0:
         return Draft([])
-    upper = int(tokens.max()) + 1 if vocab_size is None else vocab_size
-    if int(tokens.min()) < 0 or int(tokens.max()) >= upper:
+    check_tokens(tokens, vocab_size)
+    if probs is not None:
+        check_probs(probs, tokens, vocab_size)
+    return Draft(tokens, probs)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int | None) -> None:
+    """UserError unless every token lies in the vocabulary (None: it is not known yet)."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise UserError(
-            f"the drafter proposed token {int(tokens.min())} to {int(tokens.max())}: the target's "
-            f"tokens lie between 0 and {upper - 1}; do both use the same tokenizer?"
+            f"the drafter proposed token {low if low < 0 else high}: the target's tokens lie "
+            f"between 0 and {'?' if vocab_size is None else vocab_size - 1}; do both use one "
+            "tokenizer?"
         )
-    if probs is None:
-        return Draft(tokens)
-    probs = probs[:max_tokens]
+
+
+def check_probs(probs: Tensor, tokens: Tensor, vocab_size: int | None) -> None:
+    """UserError unless the rows are distributions that the tokens can have been drawn from."""
     if vocab_size is not None and probs.shape[1] != vocab_size:
         raise UserError(
             f"the drafter's probs cover {probs.shape[1]} tokens and the target's {vocab_size}: "
             "both must share one vocabulary"
         )
     sums = probs.double().sum(dim=-1)
-    if not bool(((sums - 1).abs() < 1e-2).all()) or bool((probs < 0).any()):
+    if not bool(((sums - 1).abs() <= SUM_TOLERANCE).all()) or bool((probs < 0).any()):
         raise UserError(
             f"a row of the drafter's probs sums to {float(sums[(sums - 1).abs().argmax()]):.6g}: "
             "each must be a distribution that sums to one"
@@ -114,4 +115,17 @@ def checked_draft(draft: Any, max_tokens: int, vocab_size: int | None) -> Draft:
             "the drafter proposed a token to which its own probs give no chance: the output would "
             "not follow the target's distribution; draw each token from its row"
         )
-    return Draft(tokens, probs)
+
+
+def check_num_draft_tokens(value: object) -> int:
+    """The value as an int of at least 1; UserError otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"num_draft_tokens is {value!r}: it must be a whole number >= 1")
+    return value
+
+
+def to_ids(tokens: Any) -> list[int]:
+    """A flat list of ints from a list or an integer tensor [S] or [1, S]."""
+    if isinstance(tokens, Tensor):
+        return tokens.reshape(-1).tolist()
+    return [int(token) for token in tokens]

@@ -1,0 +1,150 @@
+"""How many tokens to draft: as many as make the expected tokens per second largest.
+
+A step that drafts k tokens emits 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens on average, where a_i
+is the chance that the i-th draft is accepted if all before it were (Leviathan et al. 2023, arXiv
+2211.17192, section 3.1, with one rate a position). It costs a verification of k + 1 tokens and
+the drafting of k. Both are learned while decoding; the best k is the one with the best ratio.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quasar_lab.draft import Draft, check_num_draft_tokens
+from quasar_lab.errors import UserError
+from quasar_lab.trace import Step
+
+
+class AdaptiveDrafter:
+    """Another drafter, asked each step for the number of tokens that pays best.
+
+    Args:
+        drafter: any Drafter; give it a num_draft_tokens of at least max_draft_tokens.
+        max_draft_tokens: never ask for more.
+        step_cost: seconds (or any unit) of a step that feeds M tokens, as a function or a table
+            of M, drafting included. None: the step times measured so far. Those vary from run to
+            run, and with them the lengths: greedy text stays the same, sampled text may not.
+        explore_every: every so many steps one token more than the best is tried, so that a rate
+            is never given up on for good.
+        memory: steps after which an observation has lost most of its weight.
+
+    Raises UserError for a value outside its range.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        max_draft_tokens: int = 16,
+        *,
+        step_cost: Callable[[int], float] | Mapping[int, float] | None = None,
+        explore_every: int = 16,
+        memory: int = 64,
+    ) -> None:
+        if explore_every < 2 or memory < 1:
+            raise UserError(
+                f"explore_every is {explore_every} and memory {memory}: they must be at least 2 "
+                "and 1 steps"
+            )
+        self.drafter = drafter
+        self.max_draft_tokens = check_num_draft_tokens(max_draft_tokens)
+        self.explore_every = explore_every
+        self.memory = memory
+        self._given_cost = step_cost
+        self._forget()
+
+    def __getattr__(self, name: str) -> Any:
+        # `prepare`, `rollback` and the like exist where the inner drafter has them
+        if name == "drafter":
+            raise AttributeError(name)
+        return getattr(self.drafter, name)
+
+    def _forget(self) -> None:
+        # of the drafts at position i: how many were tested and accepted, old ones fading
+        self._tested = [0.0] * self.max_draft_tokens
+        self._accepted = [0.0] * self.max_draft_tokens
+        # tokens fed -> mean seconds of such a step
+        self._seconds: dict[int, float] = {}
+        self._num_steps = 0
+
+    def reset(self, prompt_ids: Any) -> None:
+        """Start over on the prompt; what was learned of another text is forgotten."""
+        self._forget()
+        self.drafter.reset(prompt_ids)
+
+    def propose(self, max_tokens: int) -> Draft:
+        """The inner drafter's draft, of the best length; empty if drafting does not pay."""
+        length = self.best_length()
+        if self._num_steps % self.explore_every == self.explore_every - 1:
+            length = min(length + 1, self.max_draft_tokens)
+        length = min(length, max_tokens)
+        return self.drafter.propose(length) if length > 0 else Draft([])
+
+    def extend(self, tokens: Any) -> None:
+        """Append what was emitted."""
+        self.drafter.extend(tokens)
+
+    def observe(self, step: Step) -> None:
+        """Learn from a step: which drafts were accepted, and what it cost."""
+        self._num_steps += 1
+        drafted, accepted = len(step.draft_tokens), step.verification.num_accepted
+        for i in range(min(drafted, accepted + 1, self.max_draft_tokens)):
+            keep = 1 - 1 / self.memory
+            self._tested[i] = keep * self._tested[i] + 1
+            self._accepted[i] = keep * self._accepted[i] + (i < accepted)
+        # the first step may feed several tokens that were pending: its M says what it cost
+        before = self._seconds.get(step.num_fed, step.seconds)
+        self._seconds[step.num_fed] = before + (step.seconds - before) / 4
+        if hasattr(self.drafter, "observe"):
+            self.drafter.observe(step)
+
+    def acceptance_rate(self, position: int) -> float:
+        """The chance that draft `position` (from 0) is accepted if those before it were.
+
+        Few observations are completed by the rate over all positions, and none at all by 1/2.
+        """
+        overall = (sum(self._accepted) + 1) / (sum(self._tested) + 2)
+        return (self._accepted[position] + 2 * overall) / (self._tested[position] + 2)
+
+    def expected_tokens(self, length: int) -> float:
+        """Tokens that a step with this many drafts emits on average."""
+        expected = reached = 1.0
+        for position in range(length):
+            reached *= self.acceptance_rate(position)
+            expected += reached
+        return expected
+
+    def step_cost(self, length: int) -> float:
+        """What a step with this many drafts costs, given or measured."""
+        if callable(self._given_cost):
+            return self._given_cost(length + 1)
+        if self._given_cost is not None:
+            if length + 1 not in self._given_cost:
+                raise UserError(
+                    f"step_cost has no entry for {length + 1} tokens: it needs 1 to "
+                    f"{self.max_draft_tokens + 1}"
+                )
+            return self._given_cost[length + 1]
+        return line_through(self._seconds, length + 1)
+
+    def best_length(self) -> int:
+        """The number of drafts with the most expected tokens per unit of cost; smallest of ties."""
+        lengths = range(self.max_draft_tokens + 1)
+        return max(lengths, key=lambda k: (self.expected_tokens(k) / self.step_cost(k), -k))
+
+    def __repr__(self) -> str:
+        return f"AdaptiveDrafter({self.drafter!r}, max_draft_tokens={self.max_draft_tokens})"
+
+
+def line_through(points: Mapping[int, float], x: int) -> float:
+    """The least-squares line through points (x, y), at x; constant through fewer than two.
+
+    Never below a tenth of the smallest y: a line through noisy times may cross zero.
+    """
+    if not points:
+        return 1.0
+    mean_x = sum(points) / len(points)
+    mean_y = sum(points.values()) / len(points)
+    spread = sum((px - mean_x) ** 2 for px in points)
+    slope = 0.0
+    if spread > 0:
+        slope = sum((px - mean_x) * (py - mean_y) for px, py in points.items()) / spread
+    return max(mean_y + slope * (x - mean_x), min(points.values()) / 10)

@@ -1,0 +1,157 @@
+"""A small model as drafter: it decodes ahead, and its own probabilities are q.
+
+The same class confirms one target by another (`generate(..., confirm_with=...)`): a target with
+a drafter of its own emits tokens that follow exactly its distribution, which makes them a draft
+with known q for a second, more exact target. See Leviathan et al. 2023, arXiv 2211.17192.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from quasar_lab.draft import Draft, check_num_draft_tokens, to_ids
+from quasar_lab.errors import UserError
+from quasar_lab.sampling import SamplingConfig
+from quasar_lab.sequence import SpeculativeSequence
+from quasar_lab.targets import as_target
+from quasar_lab.trace import Step
+
+
+class ModelDrafter:
+    """Draft with a language model that shares the target's tokenizer.
+
+    Args:
+        model: a Target, a Hugging Face causal language model, or what `load` returned.
+        num_draft_tokens: so many tokens are proposed at most.
+        tokenizer, target_tokenizer: compared when both are known; tokenizer defaults to the
+            model's own where `load` returned it. Without them the vocabulary sizes must agree.
+        drafter: a drafter for this model, so that it decodes speculatively itself.
+
+    Under a SamplingConfig with a temperature the tokens are sampled and `probs` is q; at
+    temperature 0 they are the most likely ones and `probs` is None.
+
+    Raises UserError when the tokenizers differ.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        num_draft_tokens: int = 5,
+        *,
+        tokenizer: Any = None,
+        target_tokenizer: Any = None,
+        drafter: Any = None,
+    ) -> None:
+        self.num_draft_tokens = check_num_draft_tokens(num_draft_tokens)
+        self.target = as_target(model)
+        tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+        self._same_tokenizer = tokenizer is not None and target_tokenizer is not None
+        if self._same_tokenizer:
+            check_same_tokenizer(tokenizer, target_tokenizer)
+        self.drafter = drafter
+        self._max_length = getattr(self.target, "max_length", None) or sys.maxsize
+        self.prepare(SamplingConfig(), SamplingConfig().generator(), None, ())
+
+    def prepare(
+        self,
+        sampling: SamplingConfig,
+        generator: torch.Generator,
+        vocab_size: int | None,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        """Sample as the target does; drafts end at its end-of-sequence tokens."""
+        own_size = getattr(self.target, "vocab_size", None)
+        both_known = own_size is not None and vocab_size is not None
+        if both_known and own_size != vocab_size and not self._same_tokenizer:
+            raise UserError(
+                f"the drafter's vocabulary has {own_size} tokens and the target's {vocab_size}: "
+                "use a drafter with the same tokenizer, or pass tokenizer= and target_tokenizer= "
+                "if they differ in padding only"
+            )
+        self._eos = frozenset(eos_token_ids)
+        self._sequence = SpeculativeSequence(
+            self.target, self.drafter, sampling, generator, vocab_size, eos_token_ids
+        )
+        self._known = 0  # tokens of the sequence that were really emitted; drafts follow them
+        self.steps: list[Step] = []
+
+    def reset(self, prompt_ids: Any) -> None:
+        """Start over on the prompt (a list or an integer tensor)."""
+        prompt = to_ids(prompt_ids)
+        self._known = len(prompt)
+        self.steps = []
+        # a prompt that this model cannot hold: it proposes nothing
+        self._fits = 0 < len(prompt) < self._max_length
+        if self._fits:
+            self._sequence.start(prompt)
+
+    def propose(self, max_tokens: int) -> Draft:
+        """The tokens this model would emit next."""
+        num_tokens = min(max_tokens, self.num_draft_tokens)
+        if self._fits:
+            self._sequence.truncate(self._known)
+            num_tokens = min(num_tokens, self._max_length - self._known)
+        if not self._fits or num_tokens <= 0:
+            return Draft([])
+        tokens: list[int] = []
+        rows: list[torch.Tensor] = []
+        while len(tokens) < num_tokens and not self._eos.intersection(tokens):
+            room = num_tokens - len(tokens)
+            result = self._sequence.step(room - 1, self._cut_at_eos)
+            tokens += result.step.tokens
+            if result.p is not None:
+                rows.append(result.p)
+            self.steps.append(result.step)
+        return Draft(tokens, torch.cat(rows) if rows else None)
+
+    def extend(self, tokens: Any) -> None:
+        """Append what was emitted; drafts that agree with it stay in this model's cache."""
+        emitted = to_ids(tokens)
+        if self._fits:
+            drafted = self._sequence.tokens[self._known :]
+            agreed = _common_prefix(drafted, emitted)
+            self._sequence.truncate(self._known + agreed)
+            self._sequence.append(emitted[agreed:])
+        self._known += len(emitted)
+        self._fits = self._fits and self._known < self._max_length
+
+    def rollback(self, n: int) -> None:
+        """Forget the last n tokens of the sequence."""
+        self._known -= n
+        if self._fits:
+            self._sequence.truncate(self._known)
+
+    def _cut_at_eos(self, tokens: list[int]) -> list[int]:
+        for count, token in enumerate(tokens, start=1):
+            if token in self._eos:
+                return tokens[:count]
+        return tokens
+
+    def __repr__(self) -> str:
+        inner = "" if self.drafter is None else f", drafter={self.drafter!r}"
+        name = type(getattr(self.target, "model", self.target)).__name__
+        return f"{type(self).__name__}({name}, num_draft_tokens={self.num_draft_tokens}{inner})"
+
+
+def check_same_tokenizer(tokenizer: Any, target_tokenizer: Any) -> None:
+    """UserError unless both give every token the same number."""
+    own, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
+    if own == target:
+        return
+    differing = sorted(
+        token for token in own.keys() | target.keys() if own.get(token) != target.get(token)
+    )
+    token = differing[0]
+    raise UserError(
+        f"the drafter's tokenizer differs from the target's in {len(differing)} tokens, e.g. "
+        f"{token!r} is {own.get(token)} there and {target.get(token)} here: use a drafter of the "
+        "same model family"
+    )
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    for index, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return index
+    return min(len(a), len(b))
