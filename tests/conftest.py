@@ -23,7 +23,7 @@ install_import_hook(
         for path in sorted(_PACKAGE.rglob("*.py"))
         if path.name != "__init__.py" and not _COMPILED.search(path.read_text())
     ],
-    "beartype.beartype",
+    "typechecker.check",
 )
 
 from tiny_models import tiny_model  # noqa: E402

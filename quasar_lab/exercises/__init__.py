@@ -1,0 +1,91 @@
+"""The exercises of the notebooks: `check(name, answer)` says what is right, or what is wrong.
+
+An exercise is a function that is given the learner's answer (a value or a function of theirs) and
+returns None when it is right, or one or two sentences that say where it goes wrong and what to
+look at. An unanswered exercise is no error: "Run all" goes through an untouched notebook.
+"""
+
+import html
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quasar_lab.errors import UserError
+
+# exercise -> the module of this package that holds its function
+_HOME: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a learner is told. state: "right", "wrong" or "open" (not answered yet)."""
+
+    exercise: str
+    state: str
+    message: str
+
+    def __repr__(self) -> str:
+        return f"{self.exercise}: {self.state}. {self.message}"
+
+    def _repr_html_(self) -> str:
+        # a sign and a word besides the colour
+        sign, color = {
+            "right": ("✓", "#029e73"),
+            "wrong": ("✗", "#d55e00"),
+            "open": ("…", "#777777"),
+        }[self.state]
+        text = html.escape(self.message).replace("\n", "<br>")
+        return (
+            f'<div role="status" style="border-left: 4px solid {color}; padding: .3em .8em">'
+            f"<b>{sign} {html.escape(self.exercise)}: {self.state}</b><br>{text}</div>"
+        )
+
+
+def names() -> list[str]:
+    """All exercises."""
+    return list(_HOME)
+
+
+def check(name: str, answer: object) -> Feedback:
+    """Judge an answer. None and ... count as not answered yet; nothing is ever raised for a wrong
+    or a crashing answer. Raises UserError for an unknown exercise."""
+    if name not in _HOME:
+        raise UserError(f"there is no exercise {name!r}: choose from {', '.join(_HOME)}")
+    if answer is None or answer is ...:
+        return Feedback(name, "open", "Not answered yet: replace the `...` and run the cell again.")
+    module = importlib.import_module(f"quasar_lab.exercises.{_HOME[name]}")
+    judge: Callable[[object], str | None] = getattr(module, name)
+    try:
+        wrong = judge(answer)
+    except NotAnsweredError:
+        return Feedback(name, "open", "Not answered yet: the function still returns nothing.")
+    except Exception as error:  # the learner's code may fail in any way
+        place = _line_of(error)
+        return Feedback(
+            name, "wrong", f"Your code stopped with {type(error).__name__}: {error}{place}"
+        )
+    if wrong is None:
+        return Feedback(name, "right", (inspect.getdoc(judge) or "").split("\n")[0])
+    return Feedback(name, "wrong", wrong)
+
+
+class NotAnsweredError(Exception):
+    """Raised by `answered` when a learner's function still returns None or `...`."""
+
+
+def answered(value: object) -> object:
+    """The value a learner's function returned, unless it is still the empty exercise's."""
+    if value is None or value is ...:
+        raise NotAnsweredError
+    return value
+
+
+def _line_of(error: Exception) -> str:
+    """Where in the learner's own cell it happened, if there."""
+    for frame in (
+        reversed(inspect.getinnerframes(error.__traceback__)) if error.__traceback__ else ()
+    ):
+        if "quasar_lab" not in frame.filename and frame.code_context:
+            return f" (in the line `{frame.code_context[0].strip()}`)"
+    return ""
