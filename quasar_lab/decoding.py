@@ -3,17 +3,18 @@
 One loop serves both: plain decoding is speculation with empty drafts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from quasar_lab.draft import check_whole
 from quasar_lab.drafting.model import ModelDrafter
 from quasar_lab.errors import UserError
 from quasar_lab.generation import Generation
 from quasar_lab.sampling import SamplingConfig
 from quasar_lab.sequence import SpeculativeSequence
-from quasar_lab.stopping import StopRule, check_budget, check_stop_strings, eos_ids
+from quasar_lab.stopping import StopRule, check_stop_strings, eos_ids
 from quasar_lab.targets import Target, as_target
 from quasar_lab.trace import Step, Trace
 
@@ -26,11 +27,11 @@ def generate(
     *,
     drafter: Any = None,
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
-    max_new_tokens: int = 128,
+    max_new_tokens: Any = 128,
     eos_token_id: object = None,
     confirm_with: object = None,
-    confirm_every: int = 8,
-    stop_strings: Iterable[str] | str = (),
+    confirm_every: Any = 8,
+    stop_strings: Any = (),
     tokenizer: Any = None,
     on_step: Callable[[Step], object] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -59,14 +60,16 @@ def generate(
     Raises:
         UserError: one line on what is wrong with which argument.
     """
-    budget = check_budget(max_new_tokens)
+    budget = check_whole("max_new_tokens", max_new_tokens, low=0)
     tokenizer = getattr(target, "tokenizer", None) if tokenizer is None else tokenizer
     strings = check_stop_strings(stop_strings, tokenizer)
     verifier = as_target(target)
     eos = eos_ids(eos_token_id, verifier)
     check_separate(drafter, verifier)
     if confirm_with is not None:
-        first_tier = ModelDrafter(verifier, confirm_every, drafter=drafter)
+        first_tier = ModelDrafter(
+            verifier, check_whole("confirm_every", confirm_every), drafter=drafter
+        )
         verifier = as_target(confirm_with)
         eos = eos_ids(eos_token_id, verifier, first_tier.target)
         check_separate(first_tier, verifier)

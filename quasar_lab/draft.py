@@ -1,5 +1,6 @@
 """What a drafter is: something that guesses the next few tokens, cheaply."""
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -117,11 +118,11 @@ def check_probs(probs: Tensor, tokens: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def check_num_draft_tokens(value: object) -> int:
-    """The value as an int of at least 1; UserError otherwise."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"num_draft_tokens is {value!r}: it must be a whole number >= 1")
-    return value
+def check_whole(name: str, value: object, low: int = 1) -> int:
+    """The value as an int of at least `low`; UserError otherwise."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
+        raise UserError(f"{name} is {value!r}: it must be a whole number >= {low}")
+    return int(value)
 
 
 def to_ids(tokens: Any) -> list[int]:

@@ -9,6 +9,7 @@ draw from different distributions. Probabilities are float64, so that the accept
 import math
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float64
@@ -18,6 +19,10 @@ from quasar_lab.errors import UserError
 from quasar_lab.verification import fresh_generator, verify
 
 __all__ = ["SamplingConfig", "adjusted_logits", "probabilities", "verify"]
+
+# Checked when the configuration is made, with an error for people. numpy's scalars are welcome.
+Number = Any
+WholeNumber = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +41,30 @@ class SamplingConfig:
     Raises UserError for a value outside its range.
     """
 
-    temperature: float | int = 0.0
-    top_k: int | None = None
-    top_p: float | int | None = None
-    min_p: float | int | None = None
-    repetition_penalty: float | int = 1.0
-    seed: int | None = None
+    temperature: Number = 0.0
+    top_k: WholeNumber | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number = 1.0
+    seed: WholeNumber | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
-        _check_integer("top_k", self.top_k, 1, "None keeps every token")
-        if self.top_p is not None:
-            _check_number("top_p", self.top_p, 0.0, 1.0, "None keeps every token")
-            if self.top_p == 0:
-                raise UserError("top_p is 0 and would keep no token: use temperature=0 for greedy")
-        if self.min_p is not None:
-            _check_number("min_p", self.min_p, 0.0, 1.0, "None keeps every token")
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is off")
-        if self.repetition_penalty == 0:
-            raise UserError("repetition_penalty is 0: it must be positive, 1 is off")
-        _check_integer("seed", self.seed, 0, "None draws another one every time")
+        every = "None keeps every token"
+        checked = {
+            "temperature": _number("temperature", self.temperature, math.inf, "0 is greedy"),
+            "top_k": _whole_number("top_k", self.top_k, 1, every),
+            "top_p": None if self.top_p is None else _number("top_p", self.top_p, 1.0, every),
+            "min_p": None if self.min_p is None else _number("min_p", self.min_p, 1.0, every),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, math.inf, "1 is off"
+            ),
+            "seed": _whole_number("seed", self.seed, 0, "None draws another one every time"),
+        }
+        for name in ("top_p", "repetition_penalty"):
+            if checked[name] == 0:
+                raise UserError(f"{name} is {getattr(self, name)!r}: it must be above 0")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -67,23 +76,23 @@ class SamplingConfig:
         return fresh_generator(self.seed)
 
 
-def _check_number(name: str, value: object, low: float, high: float, hint: str) -> None:
-    # numbers.Real and not float: numpy's scalars come out of notebooks
+def _number(name: str, value: Any, high: float, hint: str) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise UserError(f"{name} is {value!r}: it must be a number ({hint})")
-    if not (low <= float(value) <= high) or math.isinf(value):
-        allowed = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+    if not 0 <= float(value) <= high or math.isinf(value):
+        allowed = "at least 0" if math.isinf(high) else f"between 0 and {high:g}"
         raise UserError(f"{name} is {value!r}: it must be finite and {allowed} ({hint})")
+    return float(value)
 
 
-def _check_integer(name: str, value: object, low: int, hint: str) -> None:
+def _whole_number(name: str, value: Any, low: int, hint: str) -> int | None:
     if value is None:
-        return
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or int(value) < low:  # type: ignore[call-overload]
+        return None
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
         raise UserError(
             f"{name} is {value!r}: it must be a whole number >= {low}, or None ({hint})"
         )
+    return int(value)
 
 
 def probabilities(
@@ -117,16 +126,16 @@ def probabilities(
         return torch.zeros_like(scores, dtype=torch.float64).scatter_(-1, best, 1.0)
     # A softmax in one buffer: at [6, 49152] a new temporary costs more than the arithmetic on it.
     p = scores.to(torch.float64, copy=True)
-    p.sub_(p.amax(dim=-1, keepdim=True)).div_(float(config.temperature)).exp_()
+    p.sub_(p.amax(dim=-1, keepdim=True)).div_(config.temperature).exp_()
     p.div_(p.sum(dim=-1, keepdim=True))
     # Each filter keeps what is at least as likely as the last token it wants: ties stay together,
     # so that the same row gives the same set wherever it stands in a block.
     if config.top_k is not None and config.top_k < p.shape[-1]:
         p.masked_fill_(p < p.topk(config.top_k, dim=-1).values[:, -1:], 0.0)
     if config.top_p is not None and config.top_p < 1:
-        p.masked_fill_(p < _nucleus_threshold(p, float(config.top_p)), 0.0)
+        p.masked_fill_(p < _nucleus_threshold(p, config.top_p), 0.0)
     if config.min_p is not None:
-        p.masked_fill_(p < float(config.min_p) * p.amax(dim=-1, keepdim=True), 0.0)
+        p.masked_fill_(p < config.min_p * p.amax(dim=-1, keepdim=True), 0.0)
     if config.top_k is not None or config.top_p is not None or config.min_p is not None:
         p.div_(p.sum(dim=-1, keepdim=True))
     return p
@@ -165,7 +174,7 @@ def adjusted_logits(
 
 
 def _penalised(scores: Tensor, config: SamplingConfig) -> Tensor:
-    penalty = float(config.repetition_penalty)
+    penalty = config.repetition_penalty
     return torch.where(scores > 0, scores / penalty, scores * penalty)
 
 

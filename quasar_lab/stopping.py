@@ -82,14 +82,6 @@ class StopRule:
         return any(stop in text for stop in self.stop_strings)
 
 
-def check_budget(max_new_tokens: object) -> int:
-    """max_new_tokens as an int >= 0; UserError otherwise."""
-    whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
-    if not whole or max_new_tokens < 0:  # type: ignore[operator]
-        raise UserError(f"max_new_tokens is {max_new_tokens!r}: it must be a whole number >= 0")
-    return max_new_tokens  # type: ignore[return-value]
-
-
 def check_stop_strings(stop_strings: object, tokenizer: object) -> tuple[str, ...]:
     """The stop strings as a tuple; UserError for anything else, or without a tokenizer."""
     strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings

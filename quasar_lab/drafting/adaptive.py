@@ -9,7 +9,7 @@ the drafting of k. Both are learned while decoding; the best k is the one with t
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quasar_lab.draft import Draft, check_num_draft_tokens
+from quasar_lab.draft import Draft, check_whole
 from quasar_lab.errors import UserError
 from quasar_lab.trace import Step
 
@@ -33,21 +33,16 @@ class AdaptiveDrafter:
     def __init__(
         self,
         drafter: Any,
-        max_draft_tokens: int = 16,
+        max_draft_tokens: Any = 16,
         *,
         step_cost: Callable[[int], float] | Mapping[int, float] | None = None,
-        explore_every: int = 16,
-        memory: int = 64,
+        explore_every: Any = 16,
+        memory: Any = 64,
     ) -> None:
-        if explore_every < 2 or memory < 1:
-            raise UserError(
-                f"explore_every is {explore_every} and memory {memory}: they must be at least 2 "
-                "and 1 steps"
-            )
         self.drafter = drafter
-        self.max_draft_tokens = check_num_draft_tokens(max_draft_tokens)
-        self.explore_every = explore_every
-        self.memory = memory
+        self.max_draft_tokens = check_whole("max_draft_tokens", max_draft_tokens)
+        self.explore_every = check_whole("explore_every", explore_every, 2)
+        self.memory = check_whole("memory", memory)
         self._given_cost = step_cost
         self._forget()
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from quasar_lab.draft import check_num_draft_tokens
+from quasar_lab.draft import check_whole
 from quasar_lab.drafting.model import ModelDrafter
 from quasar_lab.errors import UserError
 from quasar_lab.structure import decoder_layers
@@ -32,8 +32,8 @@ class LayerSkipDrafter(ModelDrafter):
     Raises UserError for layers that do not exist.
     """
 
-    def __init__(self, model: Any, layers: Any = 0.5, num_draft_tokens: int = 5) -> None:
-        check_num_draft_tokens(num_draft_tokens)
+    def __init__(self, model: Any, layers: Any = 0.5, num_draft_tokens: Any = 5) -> None:
+        check_whole("num_draft_tokens", num_draft_tokens)
         model = model if isinstance(model, PreTrainedModel) else getattr(model, "model", model)
         if not isinstance(model, PreTrainedModel):
             raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quasar_lab.draft import Draft, check_num_draft_tokens, to_ids
+from quasar_lab.draft import Draft, check_whole, to_ids
 from quasar_lab.errors import UserError
 from quasar_lab.sampling import SamplingConfig
 from quasar_lab.sequence import SpeculativeSequence
@@ -37,13 +37,13 @@ class ModelDrafter:
     def __init__(
         self,
         model: object,
-        num_draft_tokens: int = 5,
+        num_draft_tokens: Any = 5,
         *,
         tokenizer: Any = None,
         target_tokenizer: Any = None,
         drafter: Any = None,
     ) -> None:
-        self.num_draft_tokens = check_num_draft_tokens(num_draft_tokens)
+        self.num_draft_tokens = check_whole("num_draft_tokens", num_draft_tokens)
         self.target = as_target(model)
         tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
         self._same_tokenizer = tokenizer is not None and target_tokenizer is not None

@@ -8,7 +8,7 @@ independent of the length of the text.
 
 from typing import Any
 
-from quasar_lab.draft import Draft, check_num_draft_tokens, to_ids
+from quasar_lab.draft import Draft, check_whole, to_ids
 from quasar_lab.errors import UserError
 
 
@@ -23,21 +23,18 @@ class NGramDrafter:
 
     def __init__(
         self,
-        max_ngram: int = 3,
-        min_ngram: int = 1,
-        num_draft_tokens: int = 5,
-        match: str = "latest",
+        max_ngram: Any = 3,
+        min_ngram: Any = 1,
+        num_draft_tokens: Any = 5,
+        match: Any = "latest",
     ) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise UserError(
-                f"min_ngram is {min_ngram} and max_ngram {max_ngram}: they must satisfy "
-                "1 <= min_ngram <= max_ngram"
-            )
+        self.max_ngram = check_whole("max_ngram", max_ngram)
+        self.min_ngram = check_whole("min_ngram", min_ngram)
+        self.num_draft_tokens = check_whole("num_draft_tokens", num_draft_tokens)
+        if self.min_ngram > self.max_ngram:
+            raise UserError(f"min_ngram is {min_ngram}: it must be at most max_ngram, {max_ngram}")
         if match not in ("latest", "first"):
             raise UserError(f'match is {match!r}: it must be "latest" or "first"')
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
-        self.num_draft_tokens = check_num_draft_tokens(num_draft_tokens)
         self.match = match
         self.reset([])
 

@@ -6,9 +6,11 @@ tokens as with n-grams. The longer the match, the more it is worth copying (Olia
 "SuffixDecoding", arXiv 2411.04975): the draft's length is proportional to the match's.
 """
 
+import math
+import numbers
 from typing import Any
 
-from quasar_lab.draft import Draft, check_num_draft_tokens, to_ids
+from quasar_lab.draft import Draft, check_whole, to_ids
 from quasar_lab.errors import UserError
 
 # How many of the matched suffixes learn of a new occurrence. In a text of one repeated token there
@@ -26,15 +28,13 @@ class SuffixDrafter:
     """
 
     def __init__(
-        self, num_draft_tokens: int = 16, length_factor: float | int = 2.0, min_match: int = 1
+        self, num_draft_tokens: Any = 16, length_factor: Any = 2.0, min_match: Any = 1
     ) -> None:
-        if not length_factor > 0:
-            raise UserError(f"length_factor is {length_factor!r}: it must be positive")
-        if min_match < 1:
-            raise UserError(f"min_match is {min_match!r}: it must be at least 1")
-        self.num_draft_tokens = check_num_draft_tokens(num_draft_tokens)
+        self.num_draft_tokens = check_whole("num_draft_tokens", num_draft_tokens)
+        self.min_match = check_whole("min_match", min_match)
         self.length_factor = length_factor
-        self.min_match = min_match
+        if not isinstance(length_factor, numbers.Real) or not 0 < float(length_factor) < math.inf:
+            raise UserError(f"length_factor is {length_factor!r}: it must be a positive number")
         self.reset([])
 
     def reset(self, prompt_ids: Any) -> None:
