@@ -172,6 +172,7 @@ class PreallocatedLayer(DynamicLayer):
         """Make room for num_tokens in all."""
         if self._storage and num_tokens > self.capacity:
             self._grow(num_tokens, self._storage)
+            self.set_length(self.length)
         self.capacity = max(self.capacity, num_tokens)
 
     def _grow(self, num_tokens: int, like: list[Tensor]) -> None:
