@@ -1,5 +1,7 @@
 """Find one's way in a Hugging Face model: its linears, their weights and its decoder layers."""
 
+from fnmatch import fnmatchcase
+
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -79,3 +81,8 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     if not best:
         raise UserError(f"found no decoder layers (a ModuleList) in a {type(model).__name__}")
     return best
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether `pattern` is a run of whole parts of the dotted `name` (wildcards allowed)."""
+    return fnmatchcase(f".{name}.", f"*.{pattern}.*")
