@@ -76,9 +76,21 @@ class Architecture:
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_EXPERTS = ("mlp.experts", "mlp.gate")  # the router reads the norm as well
 _READERS_OF_MLP_NORM = [
     ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.experts", "mlp.gate"),  # the router reads the norm as well
+    (
+        *_EXPERTS,
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert_gate",
+    ),
+    (*_EXPERTS, "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    _EXPERTS,
+]
+_UP_DOWN = [
+    (f"{mlp}.up_proj", f"{mlp}.down_proj")
+    for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts")
 ]
 _REGISTRY: list[Architecture] = [
     # Gemma 2 and 3: the norm before the MLP has a name of its own, post_attention_layernorm
@@ -96,7 +108,7 @@ _REGISTRY: list[Architecture] = [
         "llama",  # Mistral, Qwen2, Qwen3, Gemma, openPangu and their mixtures of experts
         norms={"input_layernorm": [_QKV], "post_attention_layernorm": _READERS_OF_MLP_NORM},
         value_output=[("self_attn.v_proj", "self_attn.o_proj")],
-        up_down=[("mlp.up_proj", "mlp.down_proj")],
+        up_down=_UP_DOWN,
     ),
     Architecture(
         "phi3",
@@ -206,7 +218,8 @@ def _match(model: nn.Module, layers: dict[str, nn.Module]) -> Architecture:
                 f"{model_type} model; correct the pattern and register it again"
             )
         if nearest is None or len(missing) + len(unplaced) < nearest[0]:
-            nearest = (len(missing) + len(unplaced), architecture.name, missing + unplaced)
+            problems = unplaced or [f"a reader for {name}, which is absent" for name in missing]
+            nearest = (len(missing) + len(unplaced), architecture.name, problems)
     assert nearest is not None
     _, name, problems = nearest
     shown = ", ".join(problems[:4]) + (f" and {len(problems) - 4} more" if problems[4:] else "")
