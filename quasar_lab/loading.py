@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from quasar_lab.checkpoints import default_model
 from quasar_lab.checkpoints.build import build, parse_device, parse_dtype
 from quasar_lab.checkpoints.cache import cache_directory
-from quasar_lab.checkpoints.conversion import is_complete, is_intact
+from quasar_lab.checkpoints.conversion import is_complete
 from quasar_lab.checkpoints.folder import check_config, check_files, one_line
 from quasar_lab.checkpoints.hub import cached_repository, fetch_repository
 from quasar_lab.checkpoints.names import DEFAULT_MODEL, PRESETS, Preset, Source, resolve
@@ -133,8 +133,8 @@ def load(
     try:
         model, tokenizer = build(folder, **options)
     except UserError:
-        # The default model was good when it was written: it is repaired if the disk changed it.
-        if source.kind != "default" or is_intact(folder):
+        # The default model was good when it was written: it is made anew if the disk changed it.
+        if source.kind != "default":
             raise
         folder = default_model.prepare(default_model.SMOLLM2, cache_dir, verify=True)
         model, tokenizer = build(folder, **options)

