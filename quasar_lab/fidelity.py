@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from quasar_lab.errors import UserError
+from quasar_lab.verification import verify
 
 # rows of a 49,152-word vocabulary in float64 that are compared at a time: 25 MB a tensor
 CHUNK_ROWS = 64
@@ -75,3 +76,31 @@ def _compare(log_p: Float64[Tensor, "T V"], log_q: Float64[Tensor, "T V"]) -> pd
         best_two[:, 0] - best_two[:, -1],
     )
     return pd.DataFrame({n: c.cpu().numpy() for n, c in zip(COLUMNS, columns, strict=True)})
+
+
+def acceptance_rates(
+    reference: Tensor,
+    other: Tensor,
+    temperature: float = 1.0,
+    *,
+    num_draws: int = 1,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Predicted and measured chance that a token of q passes the acceptance test against p.
+
+    reference, other: logits [T, V] of the verifier (p) and of the drafter (q). One row a position:
+    predicted = 1 - TV(p, q); measured = share of `num_draws` tokens drawn from q that the lab's
+    own acceptance rule (`verify`) keeps.
+    """
+    predicted = 1 - compare_logits(reference, other, temperature).tv
+    generator = torch.Generator().manual_seed(seed)
+    measured = []
+    for row in range(len(reference)):
+        here = slice(row, row + 1)
+        p = _log_probabilities(reference[here].cpu(), temperature, "reference", row).exp()
+        q = _log_probabilities(other[here].cpu(), temperature, "other", row).exp()
+        drawn = torch.multinomial(q[0], num_draws, replacement=True, generator=generator)
+        # verify wants the distribution after the draft too, which plays no part here
+        accepted = [verify(p.expand(2, -1), d[None], q, generator)[0] for d in drawn]
+        measured.append(sum(accepted) / num_draws)
+    return pd.DataFrame({"predicted": predicted, "measured": measured})
