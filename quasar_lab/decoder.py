@@ -17,7 +17,7 @@ Sources: RMSNorm (arXiv 1910.07467), rotary positions (2104.09864), grouped-quer
 (2305.13245), SwiGLU (2002.05202).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
 from quasar_lab.errors import UserError
+
+if TYPE_CHECKING:
+    from quasar_lab.fused_cpu import FusedStep
 
 # A longer prompt goes through in pieces, so that its attention scores stay small.
 PREFILL_CHUNK = 1024
@@ -88,12 +91,17 @@ class FastDecoder:
     """A `Target`: forward appends tokens to the KV cache, rollback forgets the last of them.
 
     Build it with `FastDecoder.from_model`. Attributes: `length` (tokens in the cache),
-    `max_length`, `vocab_size`, `eos_token_ids`, `dtype`, `device`; `keys` and `values` are the
-    cache, [layers, kv_heads, max_length, head_dim].
+    `max_length`, `vocab_size`, `eos_token_ids`, `dtype`, `device`; `engine`, "torch" or "fused",
+    says what runs the short steps; `keys` and `values` are the cache, [layers, kv_heads,
+    max_length, head_dim].
     """
 
     def __init__(
-        self, weights: DecoderWeights, max_length: int, eos_token_ids: tuple[int, ...] = ()
+        self,
+        weights: DecoderWeights,
+        max_length: int,
+        eos_token_ids: tuple[int, ...] = (),
+        engine: str = "auto",
     ) -> None:
         self.weights = weights
         self.max_length = max_length
@@ -109,15 +117,20 @@ class FastDecoder:
         angle = torch.cat((angle, angle), dim=-1)
         self.cos = (angle.cos() * weights.rope_factor).to(self.dtype)
         self.sin = (angle.sin() * weights.rope_factor).to(self.dtype)
+        self._fused = self._fused_step(engine)
+        self.engine = "torch" if self._fused is None else "fused"
 
     @classmethod
-    def from_model(cls, model: Any, max_length: object = None) -> "FastDecoder":
+    def from_model(
+        cls, model: Any, max_length: object = None, *, engine: str = "auto"
+    ) -> "FastDecoder":
         """Take over a loaded Hugging Face model (full precision, or with W8A8 linears).
 
         The model's q, k, v and gate, up weights become views of fused matrices: no second copy,
         and the model itself keeps working. max_length (tokens) sizes the KV cache; the default is
-        the model's own limit, at most 4,096. Raises UserError for an architecture it does not
-        know; `HuggingFaceTarget` runs those.
+        the model's own limit, at most 4,096. engine: "torch" operators for every step, "fused"
+        for short steps as one compiled function (CPU, float32), "auto" for fused where it works.
+        Raises UserError for an architecture it does not know; `HuggingFaceTarget` runs those.
         """
         weights = read_weights(model)
         limit = weights.rope_limit
@@ -135,7 +148,7 @@ class FastDecoder:
         if eos is None:
             eos = model.config.eos_token_id
         eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        return cls(weights, max_length, eos)
+        return cls(weights, max_length, eos, engine)
 
     def forward(
         self, ids: object, num_logits: int | None = None
@@ -149,14 +162,11 @@ class FastDecoder:
         count = len(tokens) if num_logits is None else num_logits
         if not 0 <= count <= len(tokens):
             raise UserError(f"num_logits={num_logits}: from 0 to the {len(tokens)} tokens given")
-        start, hidden = self.length, []
-        with torch.no_grad():
-            for chunk in tokens.split(PREFILL_CHUNK):
-                hidden.append(self._layers(chunk, start))
-                start += len(chunk)
-            last = torch.cat(hidden)[len(tokens) - count :]
-            logits = self.weights.head(rms_norm(last, self.weights.norm, self.weights.eps))
-        self.length = start
+        if self._fused is not None and len(tokens) <= self._fused.max_tokens:
+            logits = self._fused.run(tokens.contiguous(), self.length, count)
+        else:
+            logits = self._run(tokens, count)
+        self.length += len(tokens)
         return logits
 
     def rollback(self, n: int) -> None:
@@ -185,6 +195,29 @@ class FastDecoder:
             wrong = int(low if low < 0 else high)
             raise UserError(f"token id {wrong}: the vocabulary is 0 to {self.vocab_size - 1}")
         return tokens.long()
+
+    def _fused_step(self, engine: str) -> "FusedStep | None":
+        if engine not in ("auto", "torch", "fused"):
+            raise UserError(f"engine={engine!r}: 'auto', 'torch' or 'fused'")
+        if engine == "torch":
+            return None
+        from quasar_lab import fused_cpu  # not above: it loads the compiler
+
+        reason = fused_cpu.unsupported(self.weights)
+        if reason is None:
+            return fused_cpu.FusedStep(self.weights, self.keys, self.values, self.cos, self.sin)
+        if engine == "fused":
+            raise UserError(f"engine='fused' does not work here: {reason}; use 'auto' or 'torch'")
+        return None
+
+    @torch.no_grad()
+    def _run(self, tokens: Tensor, num_logits: int) -> Float[Tensor, "num_logits vocab"]:
+        hidden, start = [], self.length
+        for chunk in tokens.split(PREFILL_CHUNK):
+            hidden.append(self._layers(chunk, start))
+            start += len(chunk)
+        last = torch.cat(hidden)[len(tokens) - num_logits :]
+        return self.weights.head(rms_norm(last, self.weights.norm, self.weights.eps))
 
     def _layers(self, tokens: Tensor, start: int) -> Float[Tensor, "tokens hidden"]:
         end = start + len(tokens)

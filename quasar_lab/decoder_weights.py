@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from quasar_lab import int8_gemm
 from quasar_lab.errors import UserError
+from quasar_lab.int8_gemm import w8a8_linear
+from quasar_lab.quantization import W8A8Linear
 
 # model_type of the families that are this one architecture; others with the same module names
 # scale their embeddings, move their norms or cap their logits.
@@ -33,11 +34,12 @@ class Matrix:
     weight: Tensor  # [N, K]
     bias: Tensor | None = None  # [N]
     scale: Tensor | None = None  # [N]
+    backend: str = "auto"  # of the INT8 product
 
     def __call__(self, x: Float[Tensor, "tokens K"]) -> Float[Tensor, "tokens N"]:
         if self.scale is None:
             return nn.functional.linear(x, self.weight, self.bias)
-        return int8_gemm.w8a8_linear(x, self.weight, self.scale, self.bias)
+        return w8a8_linear(x, self.weight, self.scale, self.bias, backend=self.backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _fuse(modules: Sequence[nn.Module], name: str) -> Tensor | None:
-    """The attribute `name` of all modules as one tensor, theirs becoming views of it."""
+def _fuse(modules: Sequence[nn.Module], name: str) -> Any:
+    """The attribute `name` of all modules as one tensor, theirs becoming views; None: absent."""
     tensors: list[Tensor] = [
         tensor for module in modules if (tensor := getattr(module, name, None)) is not None
     ]
@@ -123,20 +125,21 @@ def _fuse(modules: Sequence[nn.Module], name: str) -> Tensor | None:
 
 
 def projection(*linears: nn.Module) -> Projection:
-    """Fuse linears that share an input, unless only some of them are W8A8."""
+    """Fuse linears that share an input, unless only some are W8A8 or their backends differ."""
     for linear in linears:
-        if not (type(linear) is nn.Linear or hasattr(linear, "qweight")):
-            kinds = "torch.nn.Linear and quasar_lab's W8A8Linear"
+        if not (type(linear) is nn.Linear or isinstance(linear, W8A8Linear)):
             raise UserError(
-                f"the fast decoder multiplies with {kinds}, not {type(linear).__name__}; {_ADVICE}"
+                "the fast decoder multiplies with torch.nn.Linear and quasar_lab's W8A8Linear, "
+                f"not with {type(linear).__name__}; {_ADVICE}"
             )
-    quantized = [hasattr(linear, "qweight") for linear in linears]
-    if any(quantized) and not all(quantized):
+    kinds = {linear.backend if isinstance(linear, W8A8Linear) else None for linear in linears}
+    if len(kinds) > 1:
         return Projection(tuple(m for linear in linears for m in projection(linear).matrices))
-    weight = _fuse(linears, "qweight" if all(quantized) else "weight")
-    assert weight is not None
-    scale = _fuse(linears, "weight_scale") if all(quantized) else None
-    return Projection((Matrix(weight, _fuse(linears, "bias"), scale),))
+    backend = kinds.pop()
+    if backend is None:
+        return Projection((Matrix(_fuse(linears, "weight"), _fuse(linears, "bias")),))
+    weight, scale = _fuse(linears, "qweight"), _fuse(linears, "weight_scale")
+    return Projection((Matrix(weight, _fuse(linears, "bias"), scale, backend),))
 
 
 _ADVICE = "use quasar_lab.targets.HuggingFaceTarget(model), which runs any causal language model"

@@ -1,0 +1,188 @@
+"""The decoder's step on the CPU, compiled (fused_step.py): what it needs in memory, and the call.
+
+Weights are read where the decoder has them, by the INT8 kernel of `int8_gemm.cpu` or by the float32
+one of `float_tile`, both as fast as memory gives them: so that the comparison between INT8 and full
+precision is a fair one. Nothing is allocated in a step but its logits.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, Projection
+from quasar_lab.float_tile import MAX_ROWS, float_lanes
+from quasar_lab.fused_step import LAYER, STEP, compiled_step
+from quasar_lab.int8_gemm import openmp
+from quasar_lab.int8_gemm.cpu import SCRATCH
+from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS, best_instruction_set
+from quasar_lab.thread_barrier import BARRIER_BYTES
+
+# The most tokens of one step. Longer prompts are limited by arithmetic and go through torch.
+MAX_TOKENS = 16
+
+# Added to the length of scratch rows (float32 numbers): lengths that are powers of two would make
+# all rows compete for the same lines of the first-level cache.
+_SKEW = 16
+
+
+def unsupported(weights: DecoderWeights) -> str | None:
+    """Why the compiled step cannot run these weights; None: it can."""
+    if weights.embed.device.type != "cpu":
+        return f"it runs on the CPU, not on {weights.embed.device}"
+    if weights.embed.dtype != torch.float32:
+        return f"it computes in float32, not in {str(weights.embed.dtype).removeprefix('torch.')}"
+    for projection in _projections(weights):
+        for matrix in projection.matrices:
+            if matrix.scale is not None and matrix.backend not in ("auto", "cpu"):
+                return f"its INT8 backend is 'cpu', not {matrix.backend!r}"
+    return None
+
+
+def _projections(weights: DecoderWeights) -> list[Projection]:
+    layers = weights.layers
+    return [
+        weights.head,
+        *(p for each in layers for p in (each.qkv, each.o, each.gate_up, each.down)),
+    ]
+
+
+class FusedStep:
+    """The compiled step for one set of weights and one KV cache.
+
+    keys, values: [layers, kv_heads, max_length, head_dim]; cos, sin: [max_length, head_dim]; all
+    float32 and contiguous. The step writes the new keys and values into the cache.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        isa, lanes = INSTRUCTION_SETS[best_instruction_set()], float_lanes()
+        self.max_tokens = MAX_TOKENS
+        self._kernel = (isa.name, lanes)
+        self._vocab = weights.embed.shape[0]
+        self._threads = 0
+        self._kept: list[object] = [weights, keys, values, cos, sin]
+        hidden, ffn = weights.embed.shape[1], weights.layers[0].down.matrices[0].weight.shape[1]
+        head_dim, capacity = weights.head_dim, keys.shape[2]
+        inputs = [p.matrices[0].weight.shape[1] for p in _projections(weights)]
+
+        self._layers = np.zeros(len(weights.layers), dtype=LAYER)
+        self._record = np.zeros(1, dtype=STEP)
+        self.step = step = self._record[0]
+        for name, value in dict(
+            layers=self._layers.ctypes.data,
+            num_layers=len(self._layers),
+            embed=self._address(weights.embed),
+            norm=self._address(weights.norm),
+            cos=self._address(cos),
+            sin=self._address(sin),
+            hidden=hidden,
+            heads=weights.num_heads,
+            kv_heads=weights.num_kv_heads,
+            head_dim=head_dim,
+            ffn=ffn,
+            capacity=capacity,
+            eps=weights.eps,
+            attention_scale=weights.attention_scale,
+            step=isa.step,
+            int8_rows=isa.max_rows,
+            widens=isa.widens,
+            float_rows=MAX_ROWS[lanes],
+            x=self._scratch(MAX_TOKENS * hidden),
+            added=self._scratch(MAX_TOKENS * hidden),
+            h=self._scratch(MAX_TOKENS * (max(inputs) + _SKEW)),
+            h_bytes=4 * (max(inputs) + _SKEW),
+            integers=self._scratch(MAX_TOKENS * (max(inputs) + isa.step)),
+            scales=self._scratch(MAX_TOKENS),
+            sums=self._scratch(MAX_TOKENS),
+            queries=self._scratch(MAX_TOKENS * weights.num_heads * head_dim),
+            score_bytes=4 * (capacity + _SKEW),
+            barrier=self._scratch(BARRIER_BYTES // 4),
+        ).items():
+            step[name] = value
+        widest = max(
+            sum(len(matrix.weight) for matrix in projection.matrices)
+            for layer in weights.layers
+            for projection in (layer.qkv, layer.gate_up)
+        )
+        self._outputs = self._scratch(MAX_TOKENS * widest)
+        self._fill(step["head"], weights.head, 0)
+        for record, layer, key, value in zip(
+            self._layers, weights.layers, keys, values, strict=True
+        ):
+            self._fill_layer(record, weights, layer)
+            record["keys"], record["values"] = self._address(key), self._address(value)
+
+    def run(
+        self, ids: Int64[Tensor, "tokens"], start: int, num_logits: int
+    ) -> Float[Tensor, "num_logits vocab"]:
+        """Run 1 to MAX_TOKENS tokens at positions start, start + 1, ...; the last rows of logits.
+
+        ids must be valid and contiguous: the decoder has checked them.
+        """
+        if self._threads != torch.get_num_threads():
+            self._make_room_for_threads(torch.get_num_threads())
+        logits = torch.empty(num_logits, self._vocab)
+        step = self.step
+        step["ids"], step["num_tokens"] = ids.data_ptr(), len(ids)
+        step["start"], step["num_logits"] = start, num_logits
+        step["head"]["matrices"]["out"][0] = logits.data_ptr()
+        openmp.run(compiled_step(*self._kernel), [self._record.ctypes.data])
+        return logits
+
+    def _make_room_for_threads(self, threads: int) -> None:
+        step, rows = self.step, int(self.step["float_rows"])
+        step["scores"] = self._scratch(threads * rows * int(step["score_bytes"]) // 4)
+        step["mixed"] = self._scratch(threads * rows * int(step["head_dim"]))
+        step["tile"] = self._scratch(threads * SCRATCH // 4)
+        self._threads = threads
+
+    def _address(self, tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
+        """Where the tensor is (0 for none), made float32 and contiguous if it is not."""
+        if tensor is None:
+            return 0
+        tensor = tensor.to(dtype).contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _scratch(self, numbers: int) -> int:
+        """Room for so many float32 numbers, aligned to a cache line."""
+        memory = torch.zeros(4 * numbers + 64, dtype=torch.uint8)
+        self._kept.append(memory)
+        return -(-memory.data_ptr() // 64) * 64
+
+    def _fill(self, record: np.void, projection: Projection, out: int) -> list[int]:
+        """Describe a projection; returns where each of its matrices writes [tokens, n]."""
+        record["k"] = projection.matrices[0].weight.shape[1]
+        record["quantized"] = any(matrix.scale is not None for matrix in projection.matrices)
+        places = []
+        for place, matrix in zip(record["matrices"], projection.matrices, strict=False):
+            dtype = torch.float32 if matrix.scale is None else torch.int8
+            place["weight"] = self._address(matrix.weight, dtype)
+            place["scale"] = self._address(matrix.scale)
+            place["bias"] = self._address(matrix.bias)
+            place["n"], place["out"] = len(matrix.weight), out
+            places.append(out)
+            out += 4 * MAX_TOKENS * len(matrix.weight)
+        return places
+
+    def _fill_layer(self, record: np.void, weights: DecoderWeights, layer: LayerWeights) -> None:
+        for name in ("input_norm", "q_norm", "k_norm", "post_norm"):
+            record[name] = self._address(getattr(layer, name))
+        record["window"] = layer.window or 0
+        self._fill(record["o"], layer.o, int(self.step["added"]))
+        self._fill(record["down"], layer.down, int(self.step["added"]))
+        q, kv = weights.num_heads * weights.head_dim, weights.num_kv_heads * weights.head_dim
+        ffn = int(self.step["ffn"])
+        for projection, name, parts in (
+            (layer.qkv, "qkv", (("q", q), ("k", kv), ("v", kv))),
+            (layer.gate_up, "gate_up", (("gate", ffn), ("up", ffn))),
+        ):
+            places = self._fill(record[name], projection, self._outputs)
+            offset = 0
+            for index, (part, width) in enumerate(parts):
+                fused = len(places) == 1
+                record[part]["at"] = places[0] + 4 * offset if fused else places[index]
+                record[part]["stride"] = len(projection.matrices[0 if fused else index].weight)
+                offset += width

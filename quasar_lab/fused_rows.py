@@ -1,0 +1,173 @@
+"""The decoder's arithmetic on rows of float32 numbers, compiled: one thread's share of each stage.
+
+Everything takes addresses (int64) or pointers, writes into given memory and allocates nothing.
+Only sums may be reordered by the compiler (`_SUMS`); a NaN stays a NaN.
+"""
+
+import numba
+import numpy as np
+from numba import types
+
+from quasar_lab.float_tile import COLUMNS, dot_tile, mix_tile
+from quasar_lab.int8_gemm.cpu import pointer
+
+_f32 = types.float32
+_SUMS = {"reassoc", "contract", "nsz"}
+
+_LOG2_E = np.float32(1.4426950408889634)
+# ln 2 in two parts, so that n * ln 2 is exact in float32 for every exponent n
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720, 5040))
+_ONE, _LOWEST, _HIGHEST = np.float32(1), np.float32(-87), np.float32(88)
+
+
+# fastmath is said here because a function inherits it from the first caller that compiles it
+@numba.njit(fastmath=False)
+def exponential(x):  # type: ignore[no-untyped-def]
+    """exp(x) within a unit of the last place, in operations that vectorise; x clamped to
+    [-87, 88]: 2^n exp(r) with |r| <= ln(2) / 2, where eight terms of the series suffice."""
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    n = np.float32(np.rint(x * _LOG2_E))
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    series = _C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7))))
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (_ONE + (r + r * r * series)) * power
+
+
+@numba.njit(fastmath=_SUMS, error_model="numpy")
+def normalise(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
+    """RMSNorm of one row: out = x / sqrt(mean(x²) + eps) * weight."""
+    total = np.float32(0)
+    for i in range(n):
+        total += x[i] * x[i]
+    scale = _ONE / np.sqrt(np.float32(total / np.float32(n)) + eps)
+    for i in range(n):
+        out[i] = weight[i] * (x[i] * scale)
+
+
+@numba.njit
+def rotate(x, cos, sin, scale, out, head_dim):  # type: ignore[no-untyped-def]
+    """Turn the pairs (x_i, x_{i + head_dim / 2}) and multiply by scale."""
+    half = head_dim // 2
+    for i in range(half):
+        first, second = x[i], x[i + half]
+        out[i] = (first * cos[i] - second * sin[i]) * scale
+        out[i + half] = (second * cos[i + half] + first * sin[i + half]) * scale
+
+
+@numba.njit(error_model="numpy")
+def swiglu(gate, up, out, n):  # type: ignore[no-untyped-def]
+    """out = gate * sigmoid(gate) * up."""
+    for i in range(n):
+        out[i] = gate[i] / (_ONE + exponential(-gate[i])) * up[i]
+
+
+@numba.njit(fastmath=_SUMS)
+def exponentials(scores, first, last):  # type: ignore[no-untyped-def]
+    """scores -> exp(scores - largest) between first and last, in place; their sum."""
+    largest = scores[first]
+    for i in range(first, last):
+        largest = scores[i] if scores[i] > largest else largest
+    total = np.float32(0)
+    for i in range(first, last):
+        scores[i] = exponential(scores[i] - largest)
+        total += scores[i]
+    return total
+
+
+@numba.njit
+def dots(lanes, most, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):  # type: ignore[no-untyped-def]
+    """out[r, c] = a[r] · w[c] for all rows and the columns first to last; strides in bytes, tiles
+    of at most `most` rows."""
+    numba.literally(lanes)
+    steps = k // lanes
+    tiles = (rows + most - 1) // most
+    for column in range(first, last, COLUMNS):
+        source, place = w + column * w_stride, out + 4 * column
+        for tile in range(tiles):
+            top = rows * tile // tiles
+            height = rows * (tile + 1) // tiles - top
+            start, to = a + top * a_stride, place + top * out_stride
+            if column + COLUMNS <= last:
+                dot_tile(lanes, COLUMNS, height, start, a_stride, source, w_stride, steps,
+                         to, out_stride)  # fmt: skip
+            else:
+                dot_tile(lanes, 1, height, start, a_stride, source, w_stride, steps,
+                         to, out_stride)  # fmt: skip
+    done = steps * lanes
+    if done < k:
+        for r in range(rows):
+            row, sums = pointer(a + r * a_stride, _f32), pointer(out + r * out_stride, _f32)
+            for column in range(first, last):
+                weight = pointer(w + column * w_stride, _f32)
+                for i in range(done, k):
+                    sums[column] += row[i] * weight[i]
+
+
+@numba.njit
+def float_linear(lanes, most, a, a_stride, rows, k, weight, bias, n, out, thread, threads):  # type: ignore[no-untyped-def]
+    """This thread's columns of out = a Wᵀ + bias, out [rows, n]; bias: an address or 0."""
+    numba.literally(lanes)
+    blocks = (n + COLUMNS - 1) // COLUMNS
+    first = blocks * thread // threads * COLUMNS
+    last = min(blocks * (thread + 1) // threads * COLUMNS, n)
+    dots(lanes, most, a, a_stride, rows, k, weight, 4 * k, first, last, out, 4 * n)
+    if bias:
+        biases = pointer(bias, _f32)
+        for r in range(rows):
+            sums = pointer(out + 4 * r * n, _f32)
+            for column in range(first, last):
+                sums[column] += biases[column]
+
+
+@numba.njit
+def mix(lanes, p, p_stride, rows, v, steps, out, head_dim):  # type: ignore[no-untyped-def]
+    """out[r] = sum_s p[r, s] v[s]; v and out have rows of head_dim numbers."""
+    numba.literally(lanes)
+    stride, done = 4 * head_dim, 0
+    while done + COLUMNS * lanes <= head_dim:
+        mix_tile(lanes, COLUMNS, rows, p, p_stride, v + 4 * done, stride, steps,
+                 out + 4 * done, stride)  # fmt: skip
+        done += COLUMNS * lanes
+    while done + lanes <= head_dim:
+        mix_tile(lanes, 1, rows, p, p_stride, v + 4 * done, stride, steps,
+                 out + 4 * done, stride)  # fmt: skip
+        done += lanes
+    values = pointer(v, _f32)
+    for r in range(rows):
+        weights, sums = pointer(p + r * p_stride, _f32), pointer(out + r * stride, _f32)
+        for i in range(done, head_dim):
+            total = np.float32(0)
+            for s in range(steps):
+                total += weights[s] * values[s * head_dim + i]
+            sums[i] = total
+
+
+@numba.njit(error_model="numpy")
+def attend(lanes, most, queries, rows, group, num_tokens, start, window, keys, values, head_dim,
+           scores, score_stride, mixed):  # type: ignore[no-untyped-def]  # fmt: skip
+    """mixed[r] = softmax(q_r kᵀ) v for at most `most` query rows of one KV head.
+
+    Row r is token (group + r) % num_tokens of the step, at position start + that; it sees the
+    positions up to its own, and not further back than `window` (0: no limit).
+    """
+    numba.literally(lanes)
+    end = start + num_tokens
+    low = max(0, start + 1 - window) if window else 0
+    stride = 4 * head_dim
+    dots(lanes, most, queries, stride, rows, head_dim, keys + low * stride, stride, 0, end - low,
+         scores, score_stride)  # fmt: skip
+    for r in range(rows):
+        row = pointer(scores + r * score_stride, _f32)
+        position = start + (group + r) % num_tokens
+        first = max(0, position + 1 - window) - low if window else 0
+        last = position + 1 - low
+        total = exponentials(row, first, last)
+        for i in range(first):
+            row[i] = np.float32(0)
+        for i in range(last, end - low):
+            row[i] = np.float32(0)
+        for i in range(first, last):
+            row[i] = row[i] / total
+    mix(lanes, scores, score_stride, rows, values + low * stride, end - low, mixed, head_dim)

@@ -1,0 +1,269 @@
+"""The compiled step against the torch operators that it replaces."""
+
+import copy
+
+import numba
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB, tiny_model
+
+from quasar_lab.decoder import FastDecoder
+from quasar_lab.errors import UserError
+from quasar_lab.float_tile import MAX_ROWS
+from quasar_lab.fused_cpu import MAX_TOKENS
+from quasar_lab.fused_rows import dots, exponential, exponentials, mix
+from quasar_lab.int8_gemm import quantize_weight, w8a8_linear
+from quasar_lab.int8_gemm.cpu import pointer
+from quasar_lab.quantization import QuantizationConfig, W8A8Linear, quantize
+
+VARIANTS = {
+    "llama": ("llama", {}),
+    "untied head": ("llama_untied", {}),
+    "biases everywhere": ("llama", dict(attention_bias=True, mlp_bias=True)),
+    "one KV head": ("llama", dict(num_key_value_heads=1)),
+    "head_dim is no multiple of a vector": ("llama", dict(head_dim=12)),
+    "head_dim of several vectors": ("llama", dict(head_dim=72)),
+    "ffn is no multiple of a vector": ("llama", dict(intermediate_size=37)),
+    "mistral, sliding window": ("mistral_sliding", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, layer_types": (
+        "qwen3",
+        dict(
+            use_sliding_window=True,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "yarn": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10_000.0,
+                factor=4.0,
+                original_max_position_embeddings=128,
+            )
+        ),
+    ),
+}
+
+# prompt through torch, then drafts of every size with rollbacks: (tokens, rolled back)
+STEPS = [(20, 0), (1, 0), (6, 4), (3, 3), (MAX_TOKENS, 9), (8, 0), (1, 1), (2, 0)]
+
+
+def random_ids(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (count,), generator=generator)
+
+
+def run_steps(decoder, steps=STEPS):
+    """All logits of the same sequence of forwards and rollbacks."""
+    fresh, logits = random_ids(200), []
+    for count, back in steps:
+        logits.append(decoder.forward(fresh[:count]))
+        decoder.rollback(back)
+        fresh = fresh[count:]
+    return torch.cat(logits).double()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_full_precision_rounds_no_worse_than_torch(name):
+    """A wrong head, mask, bias or cache row shows as an error far above float32 rounding.
+
+    The float64 model says how far torch's own float32 is off; the same sums in another order are
+    allowed four times that.
+    """
+    family, overrides = VARIANTS[name]
+    model = tiny_model(family, dtype=torch.float32, **overrides)
+    model.set_attn_implementation("sdpa")
+    exact = run_steps(FastDecoder.from_model(copy.deepcopy(model).double()))
+    torch_error = (run_steps(FastDecoder.from_model(model, engine="torch")) - exact).abs().max()
+    fused = FastDecoder.from_model(model)
+    assert fused.engine == "fused"
+    assert (run_steps(fused) - exact).abs().max() < 4 * torch_error
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [
+        ("lm_head",),
+        (),
+        (
+            "lm_head",
+            "layers.1.self_attn.k_proj",
+            "layers.0.mlp.up_proj",
+            "layers.2.self_attn.o_proj",
+        ),
+    ],
+    ids=["head in full precision", "all INT8", "mixed groups"],
+)
+@pytest.mark.parametrize("family", ["llama_untied", "pangu", "qwen3"])
+def test_w8a8_agrees_with_torch(family, skip):
+    """A matrix with another's scale, input or output shows as an error as large as the logits.
+
+    An activation that lies on the edge of two integers may fall to either side: so what is allowed
+    is a small part of what the quantisation itself changes.
+    """
+    model = tiny_model(family, dtype=torch.float32)
+    quantized = quantize(model, config=QuantizationConfig(smoothing="none", skip=skip))
+    full = run_steps(FastDecoder.from_model(model, engine="torch"))
+    reference = run_steps(FastDecoder.from_model(quantized, engine="torch"))
+    fused = FastDecoder.from_model(quantized)
+    assert fused.engine == "fused"
+    difference = (run_steps(fused) - reference).abs()
+    assert difference.mean() < 0.05 * (reference - full).abs().mean()
+
+
+def test_the_int8_product_has_the_bits_of_w8a8_linear():
+    """Rounding, sums and scales are those of the INT8 backend, for every number of tokens.
+
+    The blocks add nothing here, and the norm divides rows of +-1 by exactly 1: so both sides give
+    the head the same numbers.
+    """
+    model = tiny_model("llama_untied", dtype=torch.float32, rms_norm_eps=0.0)
+    generator = torch.Generator().manual_seed(3)
+    signs = torch.randint(0, 2, model.model.embed_tokens.weight.shape, generator=generator)
+    model.model.embed_tokens.weight.copy_(2.0 * signs - 1)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    qweight, scale = quantize_weight(model.lm_head.weight)
+    bias = torch.randn(VOCAB, generator=generator)
+    model.lm_head = W8A8Linear(qweight, scale, bias)
+    decoder = FastDecoder.from_model(model)
+    for tokens in (1, 2, 5, MAX_TOKENS):
+        ids = random_ids(tokens)
+        x = model.model.embed_tokens.weight[ids] * model.model.norm.weight
+        assert torch.equal(decoder.forward(ids), w8a8_linear(x, qweight, scale, bias))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("family", ["mistral_sliding", "qwen3"])
+def test_a_token_gives_the_same_bits_alone_and_among_others(family, int8):
+    """Case 7: greedy speculative text could otherwise part from plain text at a near tie."""
+    model = tiny_model(family, dtype=torch.float32)
+    if int8:
+        model = quantize(model, config=QuantizationConfig(smoothing="none"))
+    ids = random_ids(40)
+    one_by_one = FastDecoder.from_model(model)
+    single = torch.cat([one_by_one.forward(ids[i : i + 1]) for i in range(40)])
+    for size in (3, 6, 9, MAX_TOKENS):
+        grouped = FastDecoder.from_model(model)
+        logits = torch.cat([grouped.forward(part) for part in ids.split(size)])
+        assert torch.equal(logits, single)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_changes_nothing(threads):
+    """A share that is cut wrong loses or doubles work; three threads on odd sizes cut unevenly."""
+    model = tiny_model("qwen3", dtype=torch.float32)
+    decoder = FastDecoder.from_model(model)
+    expected = run_steps(decoder, STEPS[1:])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        decoder.rollback(decoder.length)
+        assert torch.equal(run_steps(decoder, STEPS[1:]), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_num_logits_gives_the_last_rows(count):
+    """The compiled step normalises only the rows that are read: the right ones."""
+    model = tiny_model("llama", dtype=torch.float32)
+    every = FastDecoder.from_model(model).forward(random_ids(6))
+    some = FastDecoder.from_model(model).forward(random_ids(6), num_logits=count)
+    assert torch.equal(some, every[6 - count :])
+
+
+def test_nan_reaches_the_logits():
+    """Case 17: a NaN that a maximum or an integer conversion swallows becomes a token."""
+    for int8 in (False, True):
+        model = tiny_model("llama_untied", dtype=torch.float32)
+        if int8:
+            model = quantize(model, config=QuantizationConfig(smoothing="none", skip=()))
+        model.model.embed_tokens.weight[7, 3] = float("nan")
+        logits = FastDecoder.from_model(model).forward(torch.tensor([5, 7, 6]))
+        assert logits[1:].isnan().all()
+
+
+def test_engine_is_checked_and_told():
+    """Which engine runs decides what a measurement means."""
+    double, single = tiny_model("llama"), tiny_model("llama", dtype=torch.float32)
+    assert FastDecoder.from_model(double).engine == "torch"
+    assert FastDecoder.from_model(single, engine="torch").engine == "torch"
+    with pytest.raises(UserError, match="float32, not in float64"):
+        FastDecoder.from_model(double, engine="fused")
+    with pytest.raises(UserError, match="'numba'"):
+        FastDecoder.from_model(single, engine="numba")
+
+
+def test_a_chosen_int8_backend_is_respected():
+    """Someone who compares backends must not get the CPU kernel under another's name."""
+    config = QuantizationConfig(smoothing="none")
+    model = quantize(tiny_model("llama", dtype=torch.float32), config=config)
+    model.model.layers[0].mlp.down_proj.backend = "reference"
+    assert FastDecoder.from_model(model).engine == "torch"
+    with pytest.raises(UserError, match="'reference'"):
+        FastDecoder.from_model(model, engine="fused")
+
+
+def test_exponential_is_accurate():
+    """Compiled for a caller with fast maths, its two-part ln 2 collapses: four times the error."""
+    scores = np.zeros(4, np.float32)
+
+    @numba.njit
+    def softmax(scores):
+        return exponentials(pointer(scores.ctypes.data, numba.float32), 0, 4)
+
+    assert softmax(scores) == 4
+    x = np.linspace(-87, 88, 100_001, dtype=np.float32)
+    computed = np.array([exponential(each) for each in x], dtype=np.float64)
+    exact = np.exp(x.astype(np.float64))
+    # one unit in the last place of float32
+    assert np.abs(computed / exact - 1).max() < 2.0**-23
+
+
+@pytest.mark.parametrize("lanes", MAX_ROWS)
+def test_tiles_of_every_vector_width(lanes):
+    """The tiles of processors that this one is not, on shapes with every kind of rest."""
+    most = MAX_ROWS[lanes]
+
+    @numba.njit
+    def both(a, w, products, v, mixed):
+        rows, k = a.shape
+        n = w.shape[0]
+        dots(lanes, most, a.ctypes.data, 4 * k, rows, k, w.ctypes.data, 4 * k, 0, n,
+             products.ctypes.data, 4 * n)  # fmt: skip
+        mix(lanes, products.ctypes.data, 4 * n, rows, v.ctypes.data, n, mixed.ctypes.data,
+            v.shape[1])  # fmt: skip
+
+    generator = np.random.default_rng(0)
+    for rows, n, k in [(1, 1, 5), (most, 7, 3 * lanes), (most - 1, 12, 2 * lanes + 3)]:
+        a, w, v = (
+            generator.standard_normal(shape, dtype=np.float32)
+            for shape in ((rows, k), (n, k), (n, k))
+        )
+        products, mixed = (np.full((rows, size), np.nan, np.float32) for size in (n, k))
+        both(a, w, products, v, mixed)
+        # k products of numbers of size 1, each off by half a unit
+        assert np.abs(products - a.astype(float) @ w.T).max() < k * 2.0**-22
+        scale = np.abs(products).sum(1).max()
+        assert np.abs(mixed - products.astype(float) @ v).max() < scale * n * 2.0**-22
+
+
+@pytest.mark.real_model
+def test_the_default_model_agrees_with_torch(real_model):
+    """The real sizes: 9 heads, 3 KV heads, 49,152 tokens in the vocabulary."""
+    model = copy.deepcopy(real_model.model)
+    ids = real_model.encode_chat("Why is the sky blue?")
+    decoders = [FastDecoder.from_model(model, engine=engine) for engine in ("torch", "fused")]
+    for decoder in decoders:
+        decoder.forward(ids, num_logits=0)
+    expected, found = (decoder.forward(torch.arange(100, 106)) for decoder in decoders)
+    # logits of size 20 through 30 layers: torch and transformers differ by 1e-4 between themselves
+    assert (expected - found).abs().max() < 1e-3
+    assert torch.equal(expected.argmax(-1), found.argmax(-1))
