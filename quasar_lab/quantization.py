@@ -9,6 +9,7 @@ the other, and never holds more than the result plus one layer.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,9 @@ class QuantizationConfig:
 
     smoothing: str = "m2"
     alpha: float | str = 0.5
-    skip: tuple[str, ...] = ("lm_head",)
-    groups: tuple[str | SmoothingGroup, ...] = ("norms",)
+    # "| Any": a single name and a list are taken too, and become tuples below
+    skip: tuple[str, ...] | Any = ("lm_head",)
+    groups: tuple[str | SmoothingGroup, ...] | Any = ("norms",)
     backend: str = "auto"
     num_candidates: int = 100
 
@@ -50,7 +52,9 @@ class QuantizationConfig:
         if self.smoothing not in METHODS:
             raise UserError(f"smoothing is {self.smoothing!r}: choose from {', '.join(METHODS)}")
         if self.alpha != "auto" and not (
-            isinstance(self.alpha, (int, float)) and 0 <= self.alpha <= 1
+            isinstance(self.alpha, (int, float))
+            and not isinstance(self.alpha, bool)
+            and 0 <= self.alpha <= 1
         ):
             raise UserError(f'alpha is {self.alpha!r}: choose a number from 0 to 1, or "auto"')
         for field in ("skip", "groups"):
@@ -62,6 +66,9 @@ class QuantizationConfig:
                 raise UserError(f"group {group!r}: choose from {', '.join(GROUP_KINDS)}")
         if self.num_candidates < 2:
             raise UserError(f"num_candidates is {self.num_candidates}: choose at least 2")
+        if self.backend != "auto" and self.backend not in int8_gemm.available_backends():
+            known = ", ".join(["auto", *int8_gemm.available_backends()])
+            raise UserError(f"backend is {self.backend!r}: choose from {known}")
 
 
 _DEFAULT = QuantizationConfig()
@@ -92,6 +99,7 @@ def quantize(
     linears = linear_layers(model)
     if not linears:
         raise UserError(f"a {type(model).__name__} has no linears to quantise")
+    _check_finite(model)
     skipped = _skipped(model, linears, config.skip)
     chosen, unsmoothed = choose_scales(
         model,
@@ -129,14 +137,20 @@ def quantize(
 
 
 def quantize_linear(name: str, module: nn.Module, fold: Fold, smoothing: str) -> W8A8Linear:
-    """One linear, folded and rounded. Raises UserError that names it for NaN or Inf."""
+    """One linear, folded and rounded."""
     weight, bias = fold.linear(name, module)
-    if not (torch.isfinite(weight).all() and (bias is None or torch.isfinite(bias).all())):
-        raise UserError(f"{name}: NaN or Inf in the weight or bias, cannot quantise it")
     qweight, weight_scale = int8_gemm.quantize_weight(weight)
     if bias is not None:
         bias = bias.to(weight_matrix(module).dtype)
     return W8A8Linear(qweight, weight_scale, bias, smoothing=smoothing).train(module.training)
+
+
+def _check_finite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        # the two extremes propagate NaN and Inf, and need no mask as large as the weight
+        if not all(map(torch.isfinite, torch.aminmax(parameter.detach()))):
+            module, _, kind = name.rpartition(".")
+            raise UserError(f"{module}: NaN or Inf in its {kind}, cannot quantise the model")
 
 
 def _skipped(
