@@ -15,6 +15,9 @@ from quasar_lab.errors import UserError
 
 # exercise -> the module of this package that holds its function
 _HOME: dict[str, str] = {
+    "int8_per_token": "int8",
+    "int8_break_even": "int8",
+    "int8_largest_k": "int8",
     "verify_rule": "acceptance_rule",
     "expected_tokens_per_step": "speculation",
     "end_of_step": "speculation",

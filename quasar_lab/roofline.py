@@ -1,0 +1,160 @@
+"""The roofline of this machine: what a linear costs at M rows, and why.
+
+A linear of M rows reads its weights once and does 2 M operations with each of them. Below some M
+the time is that of reading (the step is *memory-bound*), above it that of the arithmetic
+(*compute-bound*). Everything here runs on the GPU where there is one, else on torch's threads.
+
+Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
+multicore architectures", Communications of the ACM 52(4), 2009.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from quasar_lab.errors import UserError
+from quasar_lab.int8_gemm import quantize_weight, w8a8_linear
+from quasar_lab.timing import copies_out_of_cache, time_interleaved
+
+INT8_PATH = "INT8, one pass"
+ROW_BY_ROW_PATH = "INT8, row by row"
+
+# bytes of one weight as the path reads it
+BYTES_PER_WEIGHT = {
+    INT8_PATH: 1,
+    ROW_BY_ROW_PATH: 1,
+    "fp32 linear": 4,
+    "fp32 transposed": 4,
+    "bf16 linear": 2,
+}
+
+# (rows, N = K) of products that arithmetic limits: their operands stay in the cache of a processor.
+_PEAK_SHAPES = {"cpu": ((256, 1024), (512, 1024)), "cuda": ((4096, 4096), (8192, 8192))}
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _backend() -> str:
+    """The backend with a kernel of our own on this device: what the lesson is about."""
+    return "cpu" if _device() == "cpu" else "auto"
+
+
+def time_linears(
+    N: int,
+    K: int,
+    rows: Sequence[int],
+    *,
+    row_by_row_up_to: int = 0,
+    repeats: int = 7,
+    generator: torch.Generator | None = None,
+) -> pd.DataFrame:
+    """Time one linear of an N x K weight for each number of rows, INT8 and full precision in turns.
+
+    Each call reads another copy of the weight, so that none is found in the cache.
+    row_by_row_up_to: up to this M also time M products of one row each, which read the weight M
+    times. Returns one row for each M and path with columns M, path, seconds (median), low, high
+    (10 and 90 %, seconds), bytes_per_weight and operations_per_second (a multiply-add is two).
+    """
+    if min(N, K, *rows, repeats) < 1:
+        raise UserError(f"N={N}, K={K}, rows={list(rows)}, repeats={repeats}: all must be positive")
+    device, backend = _device(), _backend()
+    base = torch.randn(N, K, generator=generator).to(device) / K**0.5
+    fp32 = [base.clone() for _ in range(copies_out_of_cache(4 * N * K))]
+    bf16 = [base.bfloat16() for _ in range(copies_out_of_cache(2 * N * K))]
+    quantized, scale = quantize_weight(base)
+    int8 = [quantized.clone() for _ in range(copies_out_of_cache(N * K))]
+    linear = torch.nn.functional.linear
+
+    def paths(x: Tensor) -> dict[str, Callable[[int], object]]:
+        half = x.bfloat16()
+
+        def one_pass(i: int) -> Tensor:
+            return w8a8_linear(x, int8[i % len(int8)], scale, backend=backend)
+
+        def row_by_row(i: int) -> list[Tensor]:
+            weight = int8[i % len(int8)]
+            return [w8a8_linear(row, weight, scale, backend=backend) for row in x.split(1)]
+
+        found: dict[str, Callable[[int], object]] = {INT8_PATH: one_pass}
+        if len(x) <= row_by_row_up_to:
+            found[ROW_BY_ROW_PATH] = row_by_row
+        return found | {
+            "fp32 linear": lambda i: linear(x, fp32[i % len(fp32)]),
+            # the same memory read as a [K, N] matrix: the layout matters to the time, not the value
+            "fp32 transposed": lambda i: x @ fp32[i % len(fp32)].view(K, N),
+            "bf16 linear": lambda i: linear(half, bf16[i % len(bf16)]),
+        }
+
+    records = []
+    for M in rows:
+        x = torch.randn(M, K, generator=generator).to(device)
+        for path, time in time_interleaved(paths(x), repeats=repeats).iterrows():
+            records.append(
+                {
+                    "M": M,
+                    "path": path,
+                    "seconds": time["median"],
+                    "low": time["low"],
+                    "high": time["high"],
+                    "bytes_per_weight": BYTES_PER_WEIGHT[str(path)],
+                    "operations_per_second": 2 * M * N * K / time["median"],
+                }
+            )
+    return pd.DataFrame(records)
+
+
+def fastest_full_precision(times: pd.DataFrame) -> pd.DataFrame:
+    """For each M the fastest row of `time_linears` that is not INT8, indexed by M."""
+    full = times[times["bytes_per_weight"] > 1]
+    return full.loc[full.groupby("M")["seconds"].idxmin()].set_index("M")
+
+
+def _peak_paths(x: Tensor) -> dict[str, Callable[[int], object]]:
+    """Products of x[M, K] with one K x K weight, by format."""
+    weight = x[0].repeat(x.shape[1], 1)
+    quantized, scale = quantize_weight(weight)
+    half, half_weight = x.bfloat16(), weight.bfloat16()
+    linear = torch.nn.functional.linear
+    return {
+        "INT8": lambda i: w8a8_linear(x, quantized, scale, backend=_backend()),
+        "fp32": lambda i: linear(x, weight),
+        "bf16": lambda i: linear(half, half_weight),
+    }
+
+
+def peak_rates(*, repeats: int = 7) -> dict[str, float]:
+    """Operations a second of the largest products here: {"INT8": ..., "full precision": ...}.
+
+    Measured where arithmetic alone limits (many rows, operands in the cache), the best of a few
+    runs and shapes. Full precision: the faster of fp32 and bf16.
+    """
+    device = _device()
+    best = {"INT8": 0.0, "full precision": 0.0}
+    for M, size in _PEAK_SHAPES[device]:
+        x = torch.randn(M, size, generator=torch.Generator().manual_seed(0)).to(device)
+        seconds = time_interleaved(_peak_paths(x), repeats=repeats)["low"]
+        operations = 2 * M * size**2
+        best["INT8"] = max(best["INT8"], operations / seconds["INT8"])
+        full = operations / min(seconds["fp32"], seconds["bf16"])
+        best["full precision"] = max(best["full precision"], full)
+    return best
+
+
+def break_even_rows(
+    operations_per_second: float, bandwidth: float, bytes_per_weight: float
+) -> float:
+    """The M at which the arithmetic of a linear takes as long as reading its weights.
+
+    2 M operations a weight at `operations_per_second` against `bytes_per_weight` at `bandwidth`
+    bytes a second; the activations, M / N of the weights, are left out.
+    """
+    if min(operations_per_second, bandwidth, bytes_per_weight) <= 0:
+        raise UserError(
+            f"rate {operations_per_second}, bandwidth {bandwidth} and bytes {bytes_per_weight} "
+            "must be positive"
+        )
+    return operations_per_second * bytes_per_weight / (2 * bandwidth)
