@@ -139,3 +139,37 @@ def plot_divergence(fidelity: pd.DataFrame) -> Figure:
         axes.set_ylabel("share of tokens at or below")
         axes.legend(loc="upper left", fontsize=10)
     return figure
+
+
+def plot_gemm(table: pd.DataFrame, bandwidth: float) -> Figure:
+    """Time of one linear against the number of rows M, one panel a shape, from benchmarks/gemm.py.
+
+    The dashed line is the time of reading the INT8 weight once at `bandwidth` bytes a second.
+    """
+    shapes = list(table[["N", "K"]].drop_duplicates().itertuples(index=False, name=None))
+    columns = min(3, len(shapes))
+    height = -(-len(shapes) // columns)
+    paths = list(dict.fromkeys(table["path"]))
+    colors = sns.color_palette("colorblind", len(paths))
+    with style():
+        figure = Figure(figsize=(4.2 * columns, 3.3 * height + 0.5), layout="constrained")
+        grid = figure.subplots(height, columns, squeeze=False).ravel()
+        for axes, (n, k) in zip(grid, shapes, strict=False):
+            part = table[(table["N"] == n) & (table["K"] == k)]
+            for i, path in enumerate(paths):
+                line = part[part["path"] == path].sort_values("M")
+                axes.plot(
+                    line["M"], line["microseconds"], color=colors[i], ms=5, lw=1.5,
+                    marker=MARKERS[i % len(MARKERS)], label=path if axes is grid[0] else None,
+                )  # fmt: skip
+            axes.axhline(n * k / bandwidth * 1e6, color="0.3", ls="--", lw=1)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+            axes.set_title(f"{n} x {k}", fontsize=11)
+            axes.set_xlabel("rows M")
+            axes.set_ylabel("microseconds")
+        for axes in grid[len(shapes) :]:
+            axes.set_axis_off()
+        figure.legend(loc="outside lower center", ncols=len(paths), fontsize=10)
+    return figure
