@@ -132,8 +132,8 @@ def meet_budget(
     kept = record.report.name.isin(names[:enough])
     record.report.loc[kept, "precision"] = "full"
     record.report.loc[kept, "reason"] = (
-        f"kept in full precision: among the {enough} most sensitive, mean KL {reached:.4f} "
-        f"<= {budget_kl:g}"
+        f"kept in full precision: one of the {enough} most sensitive; mean KL is now "
+        f"{reached:.2g}, the budget {budget_kl:.2g}"
     )
 
 
