@@ -66,7 +66,8 @@ class SpeculativeSequence:
     def start(self, prompt_ids: list[int]) -> float:
         """Begin with a prompt; returns the seconds of the prefill and the drafter's reset."""
         started = time.perf_counter()
-        self.target.rollback(self.target.length)
+        if self.target.length > 0:
+            self.target.rollback(self.target.length)
         self.tokens = list(prompt_ids)
         self._counts = Counter(prompt_ids)
         if len(prompt_ids) > 1:

@@ -53,16 +53,12 @@ def draw(p: Float64[Tensor, " vocab"], u: float) -> int:
     return int(support[min(index, len(support) - 1)])
 
 
-def acceptance_probability(
-    p: Float64[Tensor, " vocab"], q: Float64[Tensor, " vocab"] | None, token: int
-) -> float:
-    """min(1, p(token) / q(token)); q = None is one-hot on the token.
+def acceptance_probability(p: float, q: float) -> float:
+    """min(1, p / q) of a drafted token with target probability p and drafter probability q.
 
-    A token with q = 0 cannot have been drawn from q; it is accepted where p allows it at all.
+    q = 0 means that the token cannot have been drawn; it is accepted where p allows it at all.
     """
-    target = float(p[token])
-    drafted = 1.0 if q is None else float(q[token])
-    return min(1.0, target / drafted) if drafted > 0 else float(target > 0)
+    return min(1.0, p / q) if q > 0 else float(p > 0)
 
 
 def residual_distribution(
@@ -136,24 +132,32 @@ def verify_in_detail(
     """`verify`, with every probability and every number drawn."""
     p, draft, q = _checked(p, draft_tokens, q)
     generator = generator or _private_generator()
-    p_draft = tuple(float(p[i, token]) for i, token in enumerate(draft))
-    q_draft = tuple(1.0 if q is None else float(q[i, token]) for i, token in enumerate(draft))
+    at_draft = (torch.arange(len(draft)), torch.tensor(draft, dtype=torch.long))
+    p_draft = tuple(p[at_draft].tolist())
+    q_draft = (1.0,) * len(draft) if q is None else tuple(q[at_draft].tolist())
     uniforms = []
     for i, token in enumerate(draft):
-        q_i = None if q is None else q[i]
         uniforms.append(uniform(generator))
-        if uniforms[-1] < acceptance_probability(p[i], q_i, token):
-            continue
-        residual = residual_distribution(p[i], q_i, token)
-        uniforms.append(uniform(generator))
-        replacement = draw(residual, uniforms[-1])
-        mass, top = _summary(residual)
-        return Verification(
-            i, replacement, float(p[i, replacement]), p_draft, q_draft, tuple(uniforms), mass, top
-        )
+        if uniforms[-1] >= acceptance_probability(p_draft[i], q_draft[i]):
+            num_accepted = i
+            following = residual_distribution(p[i], None if q is None else q[i], token)
+            break
+    else:
+        num_accepted = len(draft)
+        following = p[-1]
     uniforms.append(uniform(generator))
-    bonus = draw(p[-1], uniforms[-1])
-    return Verification(len(draft), bonus, float(p[-1, bonus]), p_draft, q_draft, tuple(uniforms))
+    next_token = draw(following, uniforms[-1])
+    mass, top = _summary(following) if num_accepted < len(draft) else (None, ())
+    return Verification(
+        num_accepted=num_accepted,
+        next_token=next_token,
+        p_next=float(p[num_accepted, next_token]),
+        p_draft=p_draft,
+        q_draft=q_draft,
+        uniforms=tuple(uniforms),
+        residual_mass=mass,
+        residual_top=top,
+    )
 
 
 def verify_greedy(best_tokens: Sequence[int], draft_tokens: Sequence[int]) -> Verification:

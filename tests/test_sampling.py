@@ -210,7 +210,8 @@ def emitted_distribution(p, q, draft_law=None):
     accept, replace = {}, {}
     for i, token in itertools.product(range(num_drafted), range(vocab_size)):
         q_i = None if q is None else q[i]
-        accept[i, token] = acceptance_probability(p[i], q_i, token)
+        q_token = 1.0 if q is None else float(q[i, token])
+        accept[i, token] = acceptance_probability(float(p[i, token]), q_token)
         residual = residual_distribution(p[i], q_i, token)
         replace[i, token] = (residual / residual.sum()).tolist()
     drafted = (draft_law if q is None else q).tolist() if num_drafted else []
@@ -287,7 +288,8 @@ def test_verify_does_what_was_enumerated(seed, num_drafted, deterministic):
     )
     for i, token in enumerate(draft.tolist()):
         q_i = None if q is None else q[i]
-        if next(numbers) >= acceptance_probability(p[i], q_i, token):
+        q_token = 1.0 if q is None else float(q[i, token])
+        if next(numbers) >= acceptance_probability(float(p[i, token]), q_token):
             residual = residual_distribution(p[i], q_i, token)
             break
     else:
@@ -302,7 +304,7 @@ def test_case_12_a_deterministic_draft_is_accepted_with_probability_p(generator)
     p = distribution(2, 3, 5).expand(2, 3)
     num_draws = 100_000
     uniforms = torch.rand(num_draws, dtype=torch.float64, generator=generator)
-    accept = acceptance_probability(p[0], None, 0)
+    accept = acceptance_probability(float(p[0, 0]), 1.0)
     sigma = math.sqrt(0.2 * 0.8 / num_draws)
     assert abs(float((uniforms < accept).double().mean()) - 0.2) < 5 * sigma
     # and verify itself, fewer times as each call costs a tenth of a millisecond
@@ -325,7 +327,7 @@ def test_case_14_an_impossible_draft_is_not_accepted(generator):
     """Case 14: p(draft) = 1e-6: 1,000 trials accept none (chance .1 %), and p = 0 never."""
     p = torch.tensor([[1e-6, 1 - 1e-6]] * 2, dtype=torch.float64)
     assert sum(verify(p, [0], None, generator)[0] for _ in range(1000)) == 0
-    assert acceptance_probability(p[0], None, 0) == 1e-6
+    assert acceptance_probability(1e-6, 1.0) == 1e-6 and acceptance_probability(0.0, 0.5) == 0
     never = torch.tensor([[0.0, 1.0]] * 2, dtype=torch.float64)
     assert all(verify(never, [0], None, generator) == (0, 1) for _ in range(100))
 

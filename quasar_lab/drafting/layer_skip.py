@@ -74,7 +74,8 @@ def with_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedMo
     """A view of the model that has only these layers; every weight is shared, none is copied.
 
     The modules from the model down to its list of layers are shallow copies, so that the model
-    itself keeps all its layers.
+    itself keeps all its layers. The layers keep their numbers in the KV cache, which transformers'
+    own cache does not expect: run the view in a HuggingFaceTarget, or with use_cache=False.
     """
     path = next(iter(decoder_layers(model))).split(".")[:-1]
     config = copy.deepcopy(model.config)

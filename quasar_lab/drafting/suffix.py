@@ -15,7 +15,7 @@ from quasar_lab.errors import UserError
 
 # How many of the matched suffixes learn of a new occurrence. In a text of one repeated token there
 # are as many as tokens: a bound keeps the step's cost independent of the text.
-_MAX_UPDATES = 64
+_MAX_UPDATES = 32
 
 
 class SuffixDrafter:
@@ -40,7 +40,8 @@ class SuffixDrafter:
     def reset(self, prompt_ids: Any) -> None:
         """Start over on the prompt (a list or an integer tensor)."""
         self.automaton = SuffixAutomaton()
-        self.extend(prompt_ids)
+        for token in to_ids(prompt_ids):
+            self.automaton.append(token)
         self.automaton.forget_changes()
 
     def extend(self, tokens: Any) -> None:
@@ -89,48 +90,52 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._latest = [-1]  # index of the last token of the latest occurrence
         self._last = 0
-        # one entry a token: what its arrival changed, newest last
+        # one entry a token: the counters before it came, and (table, key, value before) of each
+        # change it made
         self._changes: list[tuple[tuple[int, int, int, int], list[tuple[Any, int, Any]]]] = []
 
     def append(self, token: int) -> None:
         """Lengthen the text by one token."""
         before = (len(self._length), self._last, self.match_length, self.match_end)
         changes: list[tuple[Any, int, Any]] = []
+        following, link, latest = self._next, self._link, self._latest
         index = len(self.tokens)
         self.tokens.append(token)
-        state = self._new_state(self._length[self._last] + 1, 0, {}, index)
         parent = self._last
-        while parent != -1 and token not in self._next[parent]:
-            self._set(changes, self._next[parent], token, state)
-            parent = self._link[parent]
+        state = self._new_state(self._length[parent] + 1, 0, {}, index)
+        while parent != -1 and token not in following[parent]:
+            changes.append((following[parent], token, None))
+            following[parent][token] = state
+            parent = link[parent]
         if parent != -1:
-            self._link[state] = self._split(changes, parent, token)
+            link[state] = self._split(changes, parent, token)
         self._last = state
 
-        match = self._link[state]
-        self.match_length, self.match_end = self._length[match], self._latest[match]
+        match = link[state]
+        self.match_length, self.match_end = self._length[match], latest[match]
         for _ in range(_MAX_UPDATES):
             if match <= 0:
                 break
-            self._set(changes, self._latest, match, index)
-            match = self._link[match]
+            changes.append((latest, match, latest[match]))
+            latest[match] = index
+            match = link[match]
         self._changes.append((before, changes))
 
     def _split(self, changes: list[tuple[Any, int, Any]], parent: int, token: int) -> int:
         """The state of the string (parent's longest + token), split off if it has none."""
-        found = self._next[parent][token]
+        following, link = self._next, self._link
+        found = following[parent][token]
         if self._length[found] == self._length[parent] + 1:
             return found
         clone = self._new_state(
-            self._length[parent] + 1,
-            self._link[found],
-            dict(self._next[found]),
-            self._latest[found],
+            self._length[parent] + 1, link[found], dict(following[found]), self._latest[found]
         )
-        while parent != -1 and self._next[parent].get(token) == found:
-            self._set(changes, self._next[parent], token, clone)
-            parent = self._link[parent]
-        self._set(changes, self._link, found, clone)
+        while parent != -1 and following[parent].get(token) == found:
+            changes.append((following[parent], token, found))
+            following[parent][token] = clone
+            parent = link[parent]
+        changes.append((link, found, link[found]))
+        link[found] = clone
         return clone
 
     def _new_state(self, length: int, link: int, following: dict[int, int], latest: int) -> int:
@@ -139,11 +144,6 @@ class SuffixAutomaton:
         self._next.append(following)
         self._latest.append(latest)
         return len(self._length) - 1
-
-    @staticmethod
-    def _set(changes: list[tuple[Any, int, Any]], table: Any, key: int, value: int) -> None:
-        changes.append((table, key, table.get(key) if isinstance(table, dict) else table[key]))
-        table[key] = value
 
     def undo(self) -> None:
         """Take the last token back."""
