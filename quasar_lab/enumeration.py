@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -116,9 +115,10 @@ def acceptance_rule(
 ) -> tuple[int, int]:
     """`verify` with its decisions taken by `chance`; the probabilities are the library's own."""
     for i, token in enumerate(draft_tokens):
-        q_i = None if q is None else q[i]
-        if not chance.happens(acceptance_probability(p[i], q_i, token)):
-            return i, chance.draw(residual_distribution(p[i], q_i, token))
+        drafted = 1.0 if q is None else float(q[i, token])
+        if not chance.happens(acceptance_probability(float(p[i, token]), drafted)):
+            rest = residual_distribution(p[i], None if q is None else q[i], token)
+            return i, chance.draw(rest)
     return len(draft_tokens), chance.draw(p[-1])
 
 
@@ -157,33 +157,3 @@ def largest_error(
         for token, probability in enumerate(p[len(prefix)].tolist()):
             error = max(error, abs(following[token] - total * probability))
     return error
-
-
-def two_ways(
-    p: Float64[Tensor, " vocab"], q: Float64[Tensor, " vocab"], labels: Sequence[str] | None = None
-) -> pd.DataFrame:
-    """How one drafted token leads to each emitted token, every outcome enumerated.
-
-    One row a token: q (drafted), p, accepted (drafted and kept: min(p, q)), replaced (drawn from
-    the residual after a rejection), emitted (their sum) and error (emitted - p).
-    """
-
-    def step(chance: Chance) -> tuple[bool, int]:
-        drafted = chance.draw(q)
-        num_accepted, next_token = acceptance_rule(torch.stack([p, p]), [drafted], q[None], chance)
-        return num_accepted == 1, drafted if num_accepted else next_token
-
-    law = every_outcome(step)
-    tokens = range(len(p))
-    table = pd.DataFrame(
-        {
-            "q": q.tolist(),
-            "p": p.tolist(),
-            "accepted": [law.get((True, token), 0.0) for token in tokens],
-            "replaced": [law.get((False, token), 0.0) for token in tokens],
-        },
-        index=pd.Index(list(labels) if labels is not None else list(tokens), name="token"),
-    )
-    table["emitted"] = table["accepted"] + table["replaced"]
-    table["error"] = table["emitted"] - table["p"]
-    return table

@@ -12,7 +12,6 @@ from quasar_lab.enumeration import (
     emitted_law,
     every_outcome,
     largest_error,
-    two_ways,
 )
 from quasar_lab.verification import acceptance_probability
 
@@ -51,7 +50,7 @@ def test_a_wrong_rule_is_noticed() -> None:
 
     def wrong(p, draft, q, chance):
         for i, token in enumerate(draft):
-            if not chance.happens(acceptance_probability(p[i], q[i], token)):
+            if not chance.happens(acceptance_probability(float(p[i, token]), float(q[i, token]))):
                 return i, chance.draw(p[i])
         return len(draft), chance.draw(p[-1])
 
@@ -68,16 +67,6 @@ def test_the_rule_is_verify() -> None:
             expected = verify(p, draft, known, torch.Generator().manual_seed(seed))
             chance = Chance(torch.Generator().manual_seed(seed))
             assert acceptance_rule(p, draft, known, chance) == expected
-
-
-def test_two_ways_add_up_to_p() -> None:
-    p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    table = two_ways(p, q, ["a", "b", "c"])
-    assert list(table.index) == ["a", "b", "c"]
-    assert table["accepted"].tolist() == pytest.approx([0.2, 0.3, 0.1], abs=1e-15)
-    assert table["replaced"].tolist() == pytest.approx([0.4, 0.0, 0.0], abs=1e-15)
-    assert table["error"].abs().max() < 1e-15
 
 
 def test_chance_draws_from_its_generator_only() -> None:
