@@ -7,60 +7,20 @@ token first and then comparing is the same event as accepting with probability p
 costs comes from the trace, or from bytes and bandwidth.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quasar_lab.draft import Draft, checked_draft
 from quasar_lab.errors import UserError
 from quasar_lab.generation import Generation
-from quasar_lab.trace import Trace
+from quasar_lab.trace import Step, Trace
+from quasar_lab.verification import verify_greedy
 
 # seconds of a verification step that feeds so many tokens with so many in the KV cache
 StepCost = Callable[[int, int], float]
-
-
-@dataclass(frozen=True, slots=True)
-class RepricedStep:
-    """A step as it would have been; seconds is None without a cost."""
-
-    num_drafted: int
-    num_accepted: int
-    num_tokens: int
-    num_fed: int
-    kv_length: int
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Repricing:
-    """A generation as it would have been, step by step."""
-
-    steps: tuple[RepricedStep, ...]
-
-    @property
-    def acceptance_counts(self) -> list[int]:
-        """Accepted drafts of each step."""
-        return [step.num_accepted for step in self.steps]
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """L = tokens / steps."""
-        return sum(step.num_tokens for step in self.steps) / len(self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """All steps; the prefill is not in it. UserError without a cost."""
-        costs = [step.seconds for step in self.steps if step.seconds is not None]
-        if len(costs) < len(self.steps):
-            raise UserError("this repricing has no times: pass step_cost= to reprice")
-        return sum(costs)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of decoding."""
-        return sum(step.num_tokens for step in self.steps) / self.seconds
 
 
 def reprice(
@@ -69,16 +29,20 @@ def reprice(
     *,
     step_cost: StepCost | None = None,
     draft_seconds: float | int = 0.0,
-) -> Repricing:
-    """Replay the recorded text under another drafter, cost, or both.
+) -> Generation:
+    """The generation as another drafter, another cost, or both would have made it.
 
     Args:
         generation: a recorded Generation, or its trace.
         drafter: a deterministic drafter (n-gram, suffix, ...) with other settings; None replays
             the recorded drafts and changes the costs only. `NoDrafts()` replays plain decoding.
         step_cost: seconds of a step as a function of (tokens fed, tokens in the KV cache): see
-            `measured_step_cost` and `memory_step_cost`.
+            `measured_step_cost` and `memory_step_cost`. None leaves the times NaN.
         draft_seconds: of one `propose` call, added to each step that drafts.
+
+    Returns:
+        A Generation with the same tokens and other steps. In its trace p of a draft is 1 or 0:
+        whether it is what the text says.
 
     Raises:
         UserError: a drafter that samples: its drafts depend on more than the text.
@@ -86,9 +50,9 @@ def reprice(
     trace = generation.trace if isinstance(generation, Generation) else generation
     if drafter is None:
         drafter = _RecordedDrafts(trace)
-    text = trace.tokens
     drafter.reset(list(trace.prompt_ids))
-    steps = []
+    text = trace.tokens
+    steps: list[Step] = []
     position = 0
     while position < len(text):
         room = trace.token_budget - position - 1
@@ -99,22 +63,26 @@ def reprice(
                 "are None only"
             )
         drafted = draft.tokens.tolist()
-        rest = text[position:]
-        accepted = 0
-        while accepted < min(len(drafted), len(rest)) and drafted[accepted] == rest[accepted]:
-            accepted += 1
-        emitted = rest[: accepted + 1]
-        num_fed = len(drafted) + 1
-        kv_length = len(trace.prompt_ids) + position - 1
-        seconds = None
-        if step_cost is not None:
-            seconds = step_cost(num_fed, kv_length) + (draft_seconds if drafted else 0.0)
-        steps.append(
-            RepricedStep(len(drafted), accepted, len(emitted), num_fed, kv_length, seconds)
+        # -1 is no token: what the model would have said after the end is not known, nor needed
+        truth = (text[position:] + [-1] * (len(drafted) + 1))[: len(drafted) + 1]
+        verification = verify_greedy(truth, drafted)
+        cached = len(trace.prompt_ids) + position - 1
+        emitted = text[position : position + verification.num_accepted + 1]
+        step = Step(
+            draft_tokens=tuple(drafted),
+            verification=verification,
+            tokens=tuple(emitted),
+            kv_length=cached + len(emitted),
+            num_fed=len(drafted) + 1,
+            draft_seconds=float(draft_seconds) if drafted else 0.0,
+            verify_seconds=step_cost(len(drafted) + 1, cached) if step_cost else math.nan,
         )
-        drafter.extend(emitted)
+        steps.append(step)
         position += len(emitted)
-    return Repricing(tuple(steps))
+        drafter.extend(emitted)
+        if hasattr(drafter, "observe"):
+            drafter.observe(step)
+    return Generation.from_trace(replace(trace, steps=tuple(steps), drafter=repr(drafter)))
 
 
 class _RecordedDrafts:
@@ -132,6 +100,9 @@ class _RecordedDrafts:
     def extend(self, tokens: list[int]) -> None:
         pass
 
+    def __repr__(self) -> str:
+        return self._trace.drafter
+
 
 class NoDrafts:
     """The drafter of plain decoding: every draft is empty."""
@@ -145,6 +116,9 @@ class NoDrafts:
 
     def extend(self, tokens: Any) -> None:
         """Nothing to do."""
+
+    def __repr__(self) -> str:
+        return "NoDrafts()"
 
 
 def measured_step_cost(generations: Iterable[Generation]) -> StepCost:
