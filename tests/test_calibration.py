@@ -35,8 +35,9 @@ def test_statistics_of_several_batches():
     """Guards streaming: ranges over all batches, sigma the largest of any, X0 the first only."""
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, 5, 3)), rng.normal(size=(4, 3)) * [9, 1, 1] + [0, 5, 0]
-    stats = ActivationStats.from_batches([torch.tensor(first), torch.tensor(second)])
-    everything = np.concatenate([first.reshape(-1, 3), second])
+    third = second * 0.1  # within the range so far, and quieter
+    stats = ActivationStats.from_batches([torch.tensor(b) for b in (first, second, third)])
+    everything = np.concatenate([first.reshape(-1, 3), second, third])
     low, high = everything.min(0), everything.max(0)
     np.testing.assert_allclose(stats.absmax, np.abs(everything).max(0), rtol=1e-6)
     np.testing.assert_allclose(stats.center_absmax, (high - low) / 2, rtol=1e-6)
@@ -48,7 +49,15 @@ def test_statistics_of_several_batches():
     ]
     assert float(stats.sigma) == pytest.approx(max(spreads), rel=1e-6)
     np.testing.assert_allclose(stats.sample, first, rtol=1e-6)
-    assert stats.num_tokens == 14
+    assert stats.num_tokens == 18
+
+
+def test_the_sample_is_a_copy():
+    """Guards against statistics that change when the caller reuses the batch's memory."""
+    x = torch.ones(4, 3)
+    stats = ActivationStats.from_batches([x])
+    x.zero_()
+    assert (stats.sample == 1).all() and (stats.max == 1).all()
 
 
 def test_one_token_has_no_spread():
