@@ -1,0 +1,177 @@
+#!/usr/bin/env python
+"""How far W8A8 takes the output distribution from full precision, recipe by recipe.
+
+    python benchmarks/fidelity.py                          every built-in prompt, 64 tokens each
+    python benchmarks/fidelity.py --limit 2 --max-new-tokens 32
+    python benchmarks/fidelity.py --recipes none,m2,auto+all
+
+The texts are the full-precision model's own greedy continuations (kept in
+reports/fidelity_texts.json); every recipe reads the same tokens. Scales are calibrated on texts
+that share nothing with the prompts, and budget_kl is measured on continuations of those. Writes
+reports/fidelity.json and reports/fidelity.md.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from quasar_lab import NGramDrafter, QuantizationConfig, UserError, calibrate, load, quantize
+from quasar_lab.architectures import GROUP_KINDS
+from quasar_lab.benchmark import calibration_batches
+from quasar_lab.fidelity_runs import (
+    Text,
+    compare_models,
+    greedy_continuations,
+    summarize_fidelity,
+)
+from quasar_lab.loading import LanguageModel
+from quasar_lab.machine import describe_machine
+from quasar_lab.progress import say
+from quasar_lab.quantization import quantization_report
+from quasar_lab.results import write_atomically
+from quasar_lab.tasks import TASKS, load_task
+
+NO_DOWN = ("lm_head", "down_proj")
+
+
+def recipes() -> dict[str, tuple[QuantizationConfig, float | None]]:
+    """Name -> (configuration, KL budget). "+all" smooths v -> o and up -> down as well."""
+    table: dict[str, tuple[QuantizationConfig, float | None]] = {}
+
+    def add(name: str, *args: Any, budget_kl: float | None = None, **kwargs: Any) -> None:
+        table[name] = (QuantizationConfig(*args, **kwargs), budget_kl)
+
+    norms = ("norms",)
+    add("none", "none")
+    for alpha in (0.3, 0.5, 0.7, 0.85):
+        add(f"smoothquant {alpha}", "smoothquant", alpha, groups=norms)
+    add("alpha auto", "smoothquant", "auto", groups=norms)
+    add("m2", "m2", groups=norms)
+    for alpha in (0.5, 0.6, 0.7):
+        add(f"smoothquant {alpha}+all", "smoothquant", alpha, groups=GROUP_KINDS)
+    add("alpha auto+all", "smoothquant", "auto", groups=GROUP_KINDS)
+    add("m2+all", "m2", groups=GROUP_KINDS)
+    add("none, down_proj full", "none", skip=NO_DOWN)
+    add("smoothquant 0.5, down_proj full", "smoothquant", 0.5, groups=norms, skip=NO_DOWN)
+    add("m2, down_proj full", "m2", groups=norms, skip=NO_DOWN)
+    add("alpha auto+all, down_proj full", "smoothquant", "auto", groups=GROUP_KINDS, skip=NO_DOWN)
+    add("alpha auto+all, budget .004", "smoothquant", "auto", groups=GROUP_KINDS, budget_kl=0.004)
+    return table
+
+
+def reference_texts(
+    model: LanguageModel, limit: int | None, max_new_tokens: int, file: Path
+) -> tuple[list[Text], list[torch.Tensor]]:
+    """(greedy continuations of the prompts, whole sequences of calibration continuations)."""
+    key = f"{model.name}, limit {limit}, {max_new_tokens} tokens"
+    if file.exists():
+        stored = json.loads(file.read_text())
+        if stored["key"] == key:
+            texts = [Text(tuple(p), tuple(t), label) for p, t, label in stored["texts"]]
+            return texts, [torch.tensor(ids) for ids in stored["evaluation"]]
+    say("full precision writes the texts")
+    prompts = [(task, prompt.turns[0]) for task in TASKS for prompt in load_task(task, limit)]
+    texts = greedy_continuations(
+        model,
+        [model.encode_chat(turn) for _, turn in prompts],
+        labels=[task for task, _ in prompts],
+        max_new_tokens=max_new_tokens,
+        drafter=NGramDrafter(),
+    )
+    others = greedy_continuations(
+        model,
+        calibration_batches(model)[::4],
+        max_new_tokens=max_new_tokens,
+        drafter=NGramDrafter(),
+    )
+    # a little of the prompt as context: the budget is about what the model writes itself
+    evaluation = [torch.tensor([*text.prompt[-16:], *text.tokens]) for text in others]
+    content = {
+        "key": key,
+        "texts": [[text.prompt, text.tokens, text.label] for text in texts],
+        "evaluation": [ids.tolist() for ids in evaluation],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(content))
+    return texts, evaluation
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The table for the README."""
+    lines = [
+        "| recipe | mean KL (95 % interval) | mean TV | top-1 | full-precision linears |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in table.iterrows():
+        interval = f"{row.kl:.4f} ({row.kl_low:.4f} to {row.kl_high:.4f})"
+        lines.append(
+            f"| {name} | {interval} | {row.tv:.3f} | {100 * row.top1:.1f} % | {row.full} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="what load() takes")
+    parser.add_argument("--limit", type=int, help="prompts a task (default: all)")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--recipes", help="comma-separated names (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("reports"))
+    arguments = parser.parse_args()
+    known = recipes()
+    chosen = arguments.recipes.split(",") if arguments.recipes else list(known)
+    for name in chosen:
+        if name not in known:
+            parser.error(f"unknown recipe {name!r}: choose from {'; '.join(known)}")
+
+    model = load(arguments.model)
+    file = arguments.out / "fidelity_texts.json"
+    texts, evaluation = reference_texts(model, arguments.limit, arguments.max_new_tokens, file)
+    start = time.perf_counter()
+    stats = calibrate(model, calibration_batches(model))
+    calibration_seconds = time.perf_counter() - start
+    say(f"calibrated in {calibration_seconds:.1f} s: {stats!r}")
+
+    models, rows = {}, {}
+    for name in chosen:
+        config, budget_kl = known[name]
+        start = time.perf_counter()
+        models[name] = quantize(model, stats, config, budget_kl=budget_kl, evaluation=evaluation)
+        seconds = time.perf_counter() - start
+        report = quantization_report(models[name])
+        full = report[(report.precision == "full") & (report.name != "lm_head")]
+        rows[name] = {"full": f"{len(full)} of {len(report) - 1}", "quantize_seconds": seconds}
+        say(f"{name}: quantised in {seconds:.1f} s")
+
+    frames = []
+    for index, text in enumerate(texts):
+        if text.tokens:
+            frames.append(compare_models(model, models, [text]).assign(text=index))
+    frame = pd.concat(frames, ignore_index=True)
+    table = summarize_fidelity(frame).join(pd.DataFrame(rows).T)
+    by_task = summarize_fidelity(frame, ["variant", "label"])
+    print(markdown(table))
+    result = {
+        "model": model.name,
+        "machine": describe_machine(),
+        "texts": len(texts),
+        "tokens": int(table.tokens.iloc[0]),
+        "calibration_seconds": calibration_seconds,
+        "recipes": table.reset_index().to_dict("records"),
+        "by_task": by_task.reset_index().to_dict("records"),
+    }
+    write_atomically(arguments.out / "fidelity.json", json.dumps(result, indent=1, default=float))
+    write_atomically(arguments.out / "fidelity.md", markdown(table))
+    say(f"wrote {arguments.out / 'fidelity.json'} and fidelity.md")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
