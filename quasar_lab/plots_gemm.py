@@ -7,31 +7,36 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.ticker import FuncFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from torch import Tensor
 
 from quasar_lab.plots import MARKERS, style
 
 _PALETTE = sns.color_palette("colorblind")
 
 
-def plot_wrapped_sums(exact: np.ndarray, wrapped: np.ndarray) -> Figure:
-    """What an int8 accumulator holds against the true sum, one point a dot product."""
+def plot_wrapped_sums(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
+    """What an int8 accumulator holds against the true sum, one panel a pair (exact, wrapped)."""
     with style():
-        figure = Figure(figsize=(8.0, 3.6), layout="constrained")
-        axes = figure.subplots()
-        order = np.argsort(exact)
-        axes.plot(exact[order], exact[order], color="0.4", ls="--", lw=1.2, label="the true sum")
-        axes.scatter(
-            exact, wrapped, s=14, marker="o", color=_PALETTE[3], label="the int8 accumulator"
-        )
-        axes.axhspan(-128, 127, color="0.5", alpha=0.15, label="all that int8 can hold")
-        low, high = np.quantile(exact, [0.02, 0.98])
-        axes.set_xlim(low, high)
-        axes.set_ylim(-420, 420)
-        axes.set_xlabel("true sum of the products")
-        axes.set_ylabel("result")
-        axes.legend(loc="upper left", fontsize=10, framealpha=0.95)
+        figure = Figure(figsize=(9.0, 3.7), layout="constrained")
+        panels = figure.subplots(1, len(sums), sharey=True, squeeze=False)[0]
+        for axes, (title, (exact, wrapped)) in zip(panels, sums.items(), strict=True):
+            first = axes is panels[0]
+            low, high = int(exact.min()), int(exact.max())
+            axes.axhspan(-128, 127, color="0.5", alpha=0.15, label="all that int8 can hold")
+            axes.plot([low, high], [low, high], color="0.4", ls="--", lw=1.2, label="true sum")
+            axes.scatter(
+                exact.flatten(), wrapped.flatten(), s=12, marker="o", color=_PALETTE[3],
+                label="int8 result",
+            )  # fmt: skip
+            axes.set_ylim(-420, 420)
+            axes.set_title(title, fontsize=12)
+            axes.set_xlabel("true sum")
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            if first:
+                axes.set_ylabel("result")
+                figure.legend(loc="outside lower center", fontsize=10, ncols=3)
     return figure
 
 
@@ -47,7 +52,7 @@ def plot_token_errors(errors: pd.DataFrame, magnitude: pd.Series) -> Figure:
             )  # fmt: skip
         top.axhline(1, color="0.35", ls=":", lw=1)
         top.annotate(
-            "1: nothing of the output is left", (errors.index[-1], 1), ha="right", va="bottom",
+            "1: nothing of the output is left", (errors.index[-1], 0.8), ha="right", va="top",
             fontsize=10, color="0.35",
         )  # fmt: skip
         top.set_yscale("log")
@@ -70,8 +75,8 @@ def plot_saturation(table: pd.DataFrame) -> Figure:
         )
         axes.axvline(128, color="0.35", ls="--", lw=1)
         axes.annotate(
-            "7 bits: up to 127 no pair can saturate ", (128, table["saturated"].max()),
-            ha="right", va="top", fontsize=10, color="0.35",
+            "seven bits, up to 127:\nno pair can saturate ", (127, table["saturated"].max() / 2),
+            ha="right", va="center", fontsize=10, color="0.35",
         )  # fmt: skip
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1%}"))
         axes.set_xlabel("largest value of the unsigned operand")
@@ -79,39 +84,31 @@ def plot_saturation(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def _weights_strip(axes: Axes, y: float, label: str) -> None:
+def _strip(axes: Axes, y: float, before: str, after: str, color: tuple[float, ...]) -> None:
     for i in range(16):
-        axes.add_patch(
-            Rectangle((i, y), 0.9, 0.9, facecolor=_PALETTE[0], alpha=0.75, edgecolor="white")
-        )
-    axes.annotate(label, (16.4, y + 0.45), va="center", fontsize=10)
+        axes.add_patch(Rectangle((i, y), 0.9, 0.7, facecolor=color, edgecolor="white"))
+    axes.annotate(before, (-0.4, y + 0.35), ha="right", va="center", fontsize=10)
+    axes.annotate(after, (16.4, y + 0.35), va="center", fontsize=10)
 
 
 def plot_tile(rows: int = 6) -> Figure:
-    """The two orders of the same work: the weight read once a row, or once for all rows."""
+    """The two orders of the same work: the weights read once a row, or once for all rows."""
+    weight_color, token_color = sns.light_palette(_PALETTE[0], 4)[2], _PALETTE[1]
+    arrow = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.4}
     with style():
-        figure = Figure(figsize=(9.0, 3.9), layout="constrained")
+        figure = Figure(figsize=(9.2, 0.42 * rows + 1.9), layout="constrained")
         left, right = figure.subplots(1, 2)
         for r in range(rows):
-            _weights_strip(left, -1.25 * r, f"for token {r + 1}")
-        left.set_title(f"Row by row: {rows} trips to memory", fontsize=12)
-
-        _weights_strip(right, 0, "loaded once")
-        right.annotate("register", (-0.3, 0.45), ha="right", va="center", fontsize=10)
-        for r in range(rows):
-            y = -2.0 - 0.85 * r
-            right.add_patch(FancyArrowPatch(
-                (8, -0.05), (8.1, y + 0.75), arrowstyle="-", color="0.75", lw=1, zorder=0,
-            ))  # fmt: skip
-            right.add_patch(
-                Rectangle((0, y), 15.9, 0.6, facecolor=_PALETTE[1], alpha=0.55, edgecolor="white")
-            )
-            right.annotate(f"token {r + 1}", (-0.3, y + 0.3), ha="right", va="center", fontsize=10)
-            right.annotate("→ sum", (16.2, y + 0.3), va="center", fontsize=10)
-        right.set_title("Tile: one trip, all tokens use it", fontsize=12)
-        for axes, start in ((left, -1.0), (right, -4.0)):
-            axes.set_xlim(start, 22)
-            axes.set_ylim(-2.2 - 0.85 * rows, 1.3)
+            _strip(left, -r, "read", f"× token {r + 1}", weight_color)
+        left.set_title(f"row by row: {rows} trips to memory", fontsize=12)
+        _strip(right, 0, "read", "into a register", weight_color)
+        right.annotate("", (8, -1.1), (8, -0.1), arrowprops=arrow)
+        for r in range(rows - 1, -1, -1):
+            _strip(right, -2 - 0.8 * r, "×", f"token {r + 1}", token_color)
+        right.set_title("one pass: one trip, all tokens use it", fontsize=12)
+        for axes, bottom in ((left, -rows), (right, -2 - 0.8 * rows)):
+            axes.set_xlim(-3, 22)
+            axes.set_ylim(bottom, 1.0)
             axes.set_axis_off()
     return figure
 
@@ -154,35 +151,42 @@ def plot_roofline(points: pd.DataFrame, peaks: Mapping[str, float], bandwidth: f
     with style():
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         axes = figure.subplots()
-        right = max(points["intensity"].max(), max(peaks.values()) / bandwidth) * 2.5
+        top = max(peaks.values())
+        right = max(points["intensity"].max(), top / bandwidth) * 4
         left = points["intensity"].min() / 1.6
+        slope = np.array([left, top / bandwidth])
+        axes.plot(slope, slope * bandwidth / 1e9, color="0.45", lw=1.6)
+        axes.annotate(
+            f"memory: {bandwidth / 1e9:,.1f} GB/s", (left * 2, left * 2 * bandwidth / 1e9),
+            xytext=(10, -4), textcoords="offset points", va="top", fontsize=10, color="0.3",
+        )  # fmt: skip
         for i, (name, peak) in enumerate(peaks.items()):
-            x = np.geomspace(left, right, 200)
-            axes.plot(
-                x, np.minimum(x * bandwidth, peak) / 1e9, color=_PALETTE[i], lw=1.6, alpha=0.8
-            )
+            axes.plot([peak / bandwidth, right], [peak / 1e9] * 2, color=_PALETTE[i], lw=1.6)
+            # the highest roof's label above it, the others' below: they may lie close together
             axes.annotate(
-                f"{name} arithmetic: {peak / 1e9:,.0f} Gop/s", (right, peak / 1e9), ha="right",
-                va="bottom", fontsize=10, color=_PALETTE[i],
+                f"{name}: {peak / 1e9:,.0f} Gop/s ", (right, peak / 1e9), ha="right",
+                xytext=(0, 3 if peak == top else -3), textcoords="offset points",
+                va="bottom" if peak == top else "top", fontsize=10, color=_PALETTE[i],
             )  # fmt: skip
             axes.axvline(peak / bandwidth, color=_PALETTE[i], ls=":", lw=1)
         for i, (path, line) in enumerate(points.groupby("path", sort=False)):
+            rate = line["operations_per_second"] / 1e9
             axes.plot(
-                line["intensity"], line["operations_per_second"] / 1e9, color=_PALETTE[i],
-                marker=MARKERS[i], ms=7, lw=0, label=path,
+                line["intensity"], rate, color=_PALETTE[i], marker=MARKERS[i], ms=7, lw=0,
+                label=f"{path}, M rows",
             )  # fmt: skip
-            for _, point in line.iterrows():
+            for intensity, height, m in zip(line["intensity"], rate, line["M"], strict=True):
                 axes.annotate(
-                    f"{point['M']:.0f}", (point["intensity"], point["operations_per_second"] / 1e9),
-                    xytext=(0, -13), textcoords="offset points", ha="center", fontsize=9,
-                    color=_PALETTE[i],
+                    f"{m}", (intensity, height), xytext=(6, -12), textcoords="offset points",
+                    fontsize=9, color=_PALETTE[i],
                 )  # fmt: skip
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(left, right)
+        axes.set_ylim(None, top / 1e9 * 1.8)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.set_xlabel("operations for each byte of weights")
         axes.set_ylabel("billion operations a second")
-        axes.legend(loc="upper left", fontsize=10, title="points: M rows, sloping line: memory")
+        figure.legend(loc="outside lower center", fontsize=10, ncols=2)
     return figure

@@ -8,7 +8,8 @@ Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performan
 multicore architectures", Communications of the ACM 52(4), 2009.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 import torch
@@ -54,39 +55,40 @@ def time_linears(
 ) -> pd.DataFrame:
     """Time one linear of an N x K weight for each number of rows, INT8 and full precision in turns.
 
-    Each call reads another copy of the weight, so that none is found in the cache.
-    row_by_row_up_to: up to this M also time M products of one row each, which read the weight M
-    times. Returns one row for each M and path with columns M, path, seconds (median), low, high
-    (10 and 90 %, seconds), bytes_per_weight and operations_per_second (a multiply-add is two).
+    Each product reads the next copy of the weight, so that none is found in the cache.
+    row_by_row_up_to: up to this M also time M products of one row each: tokens that pass through
+    the model one after the other, so that each reads the weights from memory again.
+
+    Returns one row for each M and path with columns M, path, seconds (median), low, high (10 and
+    90 %, seconds), bytes_per_weight and operations_per_second (a multiply-add is two).
     """
     if min(N, K, *rows, repeats) < 1:
         raise UserError(f"N={N}, K={K}, rows={list(rows)}, repeats={repeats}: all must be positive")
     device, backend = _device(), _backend()
     base = torch.randn(N, K, generator=generator).to(device) / K**0.5
-    fp32 = [base.clone() for _ in range(copies_out_of_cache(4 * N * K))]
-    bf16 = [base.bfloat16() for _ in range(copies_out_of_cache(2 * N * K))]
     quantized, scale = quantize_weight(base)
-    int8 = [quantized.clone() for _ in range(copies_out_of_cache(N * K))]
+
+    def rotation(weight: Tensor) -> Iterator[Tensor]:
+        count = copies_out_of_cache(weight.numel() * weight.element_size())
+        return itertools.cycle([weight.clone() for _ in range(count)])
+
+    # paths of one format share a rotation: none may find what another has just read
+    int8, fp32, bf16 = rotation(quantized), rotation(base), rotation(base.bfloat16())
     linear = torch.nn.functional.linear
 
+    def int8_linear(x: Tensor) -> Tensor:
+        return w8a8_linear(x, next(int8), scale, backend=backend)
+
     def paths(x: Tensor) -> dict[str, Callable[[int], object]]:
-        half = x.bfloat16()
-
-        def one_pass(i: int) -> Tensor:
-            return w8a8_linear(x, int8[i % len(int8)], scale, backend=backend)
-
-        def row_by_row(i: int) -> list[Tensor]:
-            weight = int8[i % len(int8)]
-            return [w8a8_linear(row, weight, scale, backend=backend) for row in x.split(1)]
-
-        found: dict[str, Callable[[int], object]] = {INT8_PATH: one_pass}
+        half, one_row = x.bfloat16(), x.split(1)
+        found: dict[str, Callable[[int], object]] = {INT8_PATH: lambda _: int8_linear(x)}
         if len(x) <= row_by_row_up_to:
-            found[ROW_BY_ROW_PATH] = row_by_row
+            found[ROW_BY_ROW_PATH] = lambda _: [int8_linear(row) for row in one_row]
         return found | {
-            "fp32 linear": lambda i: linear(x, fp32[i % len(fp32)]),
+            "fp32 linear": lambda _: linear(x, next(fp32)),
             # the same memory read as a [K, N] matrix: the layout matters to the time, not the value
-            "fp32 transposed": lambda i: x @ fp32[i % len(fp32)].view(K, N),
-            "bf16 linear": lambda i: linear(half, bf16[i % len(bf16)]),
+            "fp32 transposed": lambda _: x @ next(fp32).view(K, N),
+            "bf16 linear": lambda _: linear(half, next(bf16)),
         }
 
     records = []
