@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
 from quasar_lab.errors import UserError
+from quasar_lab.placement import reserve
 
 if TYPE_CHECKING:
     from quasar_lab.fused_cpu import FusedStep
@@ -110,8 +111,10 @@ class FastDecoder:
         self.vocab_size = weights.embed.shape[0]
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
         shape = (len(weights.layers), weights.num_kv_heads, max_length, weights.head_dim)
-        self.keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.values = torch.empty_like(self.keys)
+        if self.device.type == "cpu":
+            self.keys, self.values = reserve((shape, self.dtype), (shape, self.dtype))
+        else:
+            self.keys, self.values = torch.empty(2, *shape, dtype=self.dtype, device=self.device)
         position = torch.arange(max_length, dtype=torch.float32, device=self.device)
         angle = position[:, None] * weights.rope_frequency.to(self.device)
         angle = torch.cat((angle, angle), dim=-1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quasar_lab.errors import UserError
 from quasar_lab.int8_gemm import w8a8_linear
+from quasar_lab.placement import is_placed, reserve
 from quasar_lab.quantization import W8A8Linear
 
 # model_type of the families that are this one architecture; others with the same module names
@@ -87,11 +88,8 @@ class DecoderWeights:
     rope_limit: int | None  # tokens up to which the frequencies hold, None: any
 
 
-def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors along their first dimension; where memory holds them so, copy nothing.
-
-    The second decoder of a model therefore finds, and shares, what the first one fused.
-    """
+def join_rows(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensors stacked along their first dimension, if memory holds them so; else None."""
     first = parts[0]
     rows, offset = 0, first.storage_offset()
     for part in parts:
@@ -101,31 +99,42 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
             and part.is_contiguous()
         )
         if not follows:
-            return torch.cat(tuple(parts))
+            return None
         rows, offset = rows + part.shape[0], offset + part.numel()
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _fuse(modules: Sequence[nn.Module], name: str) -> Any:
-    """The attribute `name` of all modules as one tensor, theirs becoming views; None: absent."""
-    tensors: list[Tensor] = [
-        tensor for module in modules if (tensor := getattr(module, name, None)) is not None
-    ]
+def _move(tensors: Sequence[Tensor], place: Tensor) -> None:
+    """Copy the tensors into `place`, one after the other, and make them views of it."""
+    torch.cat([tensor.detach() for tensor in tensors], out=place)
+    for tensor, view in zip(tensors, place.split([len(t) for t in tensors]), strict=True):
+        tensor.data = view
+
+
+def _attributes(linears: Sequence[nn.Module], name: str) -> list[Tensor]:
+    return [each for linear in linears if (each := getattr(linear, name, None)) is not None]
+
+
+def _fuse(linears: Sequence[nn.Module], name: str) -> Any:
+    """The attribute `name` of all linears as one tensor, theirs becoming views; None: absent."""
+    tensors = _attributes(linears, name)
     if not tensors:
         return None
-    if len(tensors) < len(modules):
+    if len(tensors) < len(linears):
         raise UserError(
-            f"only {len(tensors)} of {len(modules)} linears that share an input have a {name}; "
+            f"only {len(tensors)} of {len(linears)} linears that share an input have a {name}; "
             f"{_ADVICE}"
         )
     joined = join_rows([tensor.detach() for tensor in tensors])
-    for tensor, view in zip(tensors, joined.split([len(t) for t in tensors]), strict=True):
-        tensor.data = view
+    if joined is None:
+        shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
+        joined = tensors[0].new_empty(shape, requires_grad=False)
+        _move(tensors, joined)
     return joined
 
 
-def projection(*linears: nn.Module) -> Projection:
-    """Fuse linears that share an input, unless only some are W8A8 or their backends differ."""
+def _uniform(linears: Sequence[nn.Module]) -> list[Sequence[nn.Module]]:
+    """Linears that share an input, cut to what can be fused: all W8A8 on one backend, or none."""
     for linear in linears:
         if not (type(linear) is nn.Linear or isinstance(linear, W8A8Linear)):
             raise UserError(
@@ -133,13 +142,38 @@ def projection(*linears: nn.Module) -> Projection:
                 f"not with {type(linear).__name__}; {_ADVICE}"
             )
     kinds = {linear.backend if isinstance(linear, W8A8Linear) else None for linear in linears}
-    if len(kinds) > 1:
-        return Projection(tuple(m for linear in linears for m in projection(linear).matrices))
-    backend = kinds.pop()
-    if backend is None:
-        return Projection((Matrix(_fuse(linears, "weight"), _fuse(linears, "bias")),))
-    weight, scale = _fuse(linears, "qweight"), _fuse(linears, "weight_scale")
-    return Projection((Matrix(weight, _fuse(linears, "bias"), scale, backend),))
+    return [linears] if len(kinds) == 1 else [[linear] for linear in linears]
+
+
+def projections(*groups: Sequence[nn.Module]) -> list[Projection]:
+    """One projection for each group of linears that share an input.
+
+    On the CPU their weights come to lie one behind the other in large pages, in this order. The
+    second decoder of a model finds them so, and moves nothing.
+    """
+    parts = [_uniform(group) for group in groups]
+    weights = [
+        _attributes(linears, "qweight" if isinstance(linears[0], W8A8Linear) else "weight")
+        for part in parts
+        for linears in part
+    ]
+    moving = [
+        each
+        for each in weights
+        if each[0].device.type == "cpu" and not (is_placed(each[0]) and join_rows(each) is not None)
+    ]
+    shapes = [((sum(map(len, each)), *each[0].shape[1:]), each[0].dtype) for each in moving]
+    for each, place in zip(moving, reserve(*shapes), strict=True):
+        _move(each, place)
+    return [Projection(tuple(_matrix(linears) for linears in part)) for part in parts]
+
+
+def _matrix(linears: Sequence[nn.Module]) -> Matrix:
+    bias = _fuse(linears, "bias")
+    if not isinstance(linears[0], W8A8Linear):
+        return Matrix(_fuse(linears, "weight"), bias)
+    scale = _fuse(linears, "weight_scale")
+    return Matrix(_fuse(linears, "qweight"), bias, scale, linears[0].backend)
 
 
 _ADVICE = "use quasar_lab.targets.HuggingFaceTarget(model), which runs any causal language model"
@@ -193,20 +227,27 @@ def read_weights(model: Any) -> DecoderWeights:
     layers = []
     for index, block in enumerate(body.layers):
         attend, mlp = block.self_attn, block.mlp
+        qkv, o, gate_up, down = projections(
+            (attend.q_proj, attend.k_proj, attend.v_proj),
+            (attend.o_proj,),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        )
         layers.append(
             LayerWeights(
                 input_norm=block.input_layernorm.weight.detach(),
-                qkv=projection(attend.q_proj, attend.k_proj, attend.v_proj),
+                qkv=qkv,
                 q_norm=attend.q_norm.weight.detach() if hasattr(attend, "q_norm") else None,
                 k_norm=attend.k_norm.weight.detach() if hasattr(attend, "k_norm") else None,
-                o=projection(attend.o_proj),
+                o=o,
                 post_norm=block.post_attention_layernorm.weight.detach(),
-                gate_up=projection(mlp.gate_proj, mlp.up_proj),
-                down=projection(mlp.down_proj),
+                gate_up=gate_up,
+                down=down,
                 window=_window(config, index),
             )
         )
-    embed = body.embed_tokens.weight.detach()
+    (head,) = projections((model.lm_head,))
+    embed = body.embed_tokens.weight.detach()  # after the head, with which it may be tied
     # As the model does: "eager" attention takes the softmax in float32 even in a float64 model.
     eager = getattr(config, "_attn_implementation", None) == "eager"
     double = embed.dtype == torch.float64 and not eager
@@ -214,7 +255,7 @@ def read_weights(model: Any) -> DecoderWeights:
         embed=embed,
         layers=tuple(layers),
         norm=body.norm.weight.detach(),
-        head=projection(model.lm_head),
+        head=head,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,

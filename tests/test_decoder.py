@@ -231,10 +231,12 @@ def test_weights_are_not_kept_twice():
         (weights.layers[1].gate_up, (mlp.gate_proj, mlp.up_proj)),
     ]:
         (matrix,) = fused.matrices
+        storage = matrix.weight.untyped_storage().data_ptr()
         for part in parts:
-            assert part.weight.untyped_storage().data_ptr() == matrix.weight.data_ptr()
+            assert part.weight.untyped_storage().data_ptr() == storage
         assert torch.equal(matrix.weight, torch.cat([part.weight for part in parts]))
     assert weights.head.matrices[0].weight.data_ptr() == weights.embed.data_ptr()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
