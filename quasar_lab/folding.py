@@ -51,7 +51,7 @@ def group_scale(
     observed = next((name for name in group.readers if name in stats), None)
     if observed is None:
         raise UserError(f"no statistics for {group.readers[0]}: calibrate this very model")
-    statistics = _pooled(stats[observed], group, group.readers[0])
+    statistics = pooled_stats(stats[observed], group, group.readers[0])
     channels = len(statistics.absmax)
     weights = [weight_matrix(module, channels).detach() for module in modules]
     biases = [parameter(module, "bias") for module in modules]
@@ -68,7 +68,7 @@ def group_scale(
     return GroupScale(group, group.pool(scale), label)
 
 
-def _pooled(stats: ActivationStats, group: SmoothingGroup, name: str) -> ActivationStats:
+def pooled_stats(stats: ActivationStats, group: SmoothingGroup, name: str) -> ActivationStats:
     """With grouped-query attention, the range that a KV head's channel spans over its copies."""
     if len(stats.absmax) != group.width * group.repeats:
         raise UserError(

@@ -8,7 +8,7 @@ import transformers
 from tiny_models import FAMILIES, HIDDEN, VOCAB, tiny_model
 from torch import nn
 
-from quasar_lab import UserError, calibrate
+from quasar_lab import ActivationStats, UserError, calibrate
 from quasar_lab.architectures import (
     Architecture,
     SmoothingGroup,
@@ -16,7 +16,7 @@ from quasar_lab.architectures import (
     register_architecture,
     registered_architectures,
 )
-from quasar_lab.folding import GroupScale, fold_model, group_scale, norm_offset
+from quasar_lab.folding import GroupScale, fold_model, group_scale, norm_offset, pooled_stats
 from quasar_lab.group_check import virtual_scales, wrong_groups
 from quasar_lab.structure import decoder_layers, linear_layers, matches
 
@@ -84,6 +84,16 @@ def test_grouped_query_value_output(float64_norms):
     assert (folded(IDS).logits - model(IDS).logits).abs().max() < 1e-9
     o_proj = "model.layers.0.self_attn.o_proj.weight"
     assert not torch.equal(folded.state_dict()[o_proj], model.state_dict()[o_proj])
+
+
+def test_grouped_query_statistics():
+    """Guards the range of a shared channel: it spans all query heads that read the KV head."""
+    group = SmoothingGroup("v_o", "v", ("o",), 2, repeats=2, head_dim=1)
+    stats = ActivationStats.from_batches([torch.tensor([[-4.0, -1, 0, 3], [1, 2, -5, 4]])])
+    pooled = pooled_stats(stats, group, "o")
+    assert pooled.min.tolist() == [-4, -4, -5, -5]
+    assert pooled.max.tolist() == [2, 2, 4, 4]
+    assert torch.equal(pooled.sample, stats.sample)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])

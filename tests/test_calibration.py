@@ -228,6 +228,7 @@ def test_the_model_is_left_as_it_was():
     a, b = calibrate(model, [token_ids(8)]), calibrate(model, [token_ids(8)])
     assert torch.equal(torch.rand(1), expected)
     assert model.training
+    assert model(token_ids(1, 8)).logits.shape == (1, 8, VOCAB)  # the output layer computes again
     assert_same(a["lm_head"], b["lm_head"])  # dropout was off
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
