@@ -11,12 +11,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, Projection
-from quasar_lab.float_tile import MAX_ROWS, float_lanes
-from quasar_lab.fused_step import LAYER, STEP, compiled_step
+from quasar_lab.fused.barrier import BARRIER_BYTES
+from quasar_lab.fused.linear_tile import FORMATS, best_float_format
+from quasar_lab.fused.step import LAYER, STEP, compiled_step
 from quasar_lab.int8_gemm import openmp
-from quasar_lab.int8_gemm.cpu import SCRATCH
-from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS, best_instruction_set
-from quasar_lab.thread_barrier import BARRIER_BYTES
+from quasar_lab.int8_gemm.cpu_tile import best_instruction_set
 
 # The most tokens of one step. Longer prompts are limited by arithmetic and go through torch.
 MAX_TOKENS = 16
@@ -51,15 +50,23 @@ class FusedStep:
     """The compiled step for one set of weights and one KV cache.
 
     keys, values: [layers, kv_heads, max_length, head_dim]; cos, sin: [max_length, head_dim]; all
-    float32 and contiguous. The step writes the new keys and values into the cache.
+    float32 and contiguous. The step writes the new keys and values into the cache. float32, int8:
+    names of fused.linear_tile.FORMATS; None: the best of this processor.
     """
 
     def __init__(
-        self, weights: DecoderWeights, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+        self,
+        weights: DecoderWeights,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        float32: str | None = None,
+        int8: str | None = None,
     ) -> None:
-        isa, lanes = INSTRUCTION_SETS[best_instruction_set()], float_lanes()
         self.max_tokens = MAX_TOKENS
-        self._kernel = (isa.name, lanes)
+        self._formats = (float32 or best_float_format(), int8 or best_instruction_set())
         self._vocab = weights.embed.shape[0]
         self._threads = 0
         self._kept: list[object] = [weights, keys, values, cos, sin]
@@ -85,17 +92,13 @@ class FusedStep:
             capacity=capacity,
             eps=weights.eps,
             attention_scale=weights.attention_scale,
-            step=isa.step,
-            int8_rows=isa.max_rows,
-            widens=isa.widens,
-            float_rows=MAX_ROWS[lanes],
             x=self._scratch(MAX_TOKENS * hidden),
             added=self._scratch(MAX_TOKENS * hidden),
             h=self._scratch(MAX_TOKENS * (max(inputs) + _SKEW)),
             h_bytes=4 * (max(inputs) + _SKEW),
-            integers=self._scratch(MAX_TOKENS * (max(inputs) + isa.step)),
+            integers=self._scratch(MAX_TOKENS * (max(inputs) + _SKEW)),
             scales=self._scratch(MAX_TOKENS),
-            sums=self._scratch(MAX_TOKENS),
+            shifts=self._scratch(MAX_TOKENS),
             queries=self._scratch(MAX_TOKENS * weights.num_heads * head_dim),
             score_bytes=4 * (capacity + _SKEW),
             barrier=self._scratch(BARRIER_BYTES // 4),
@@ -128,14 +131,13 @@ class FusedStep:
         step["ids"], step["num_tokens"] = ids.data_ptr(), len(ids)
         step["start"], step["num_logits"] = start, num_logits
         step["head"]["matrices"]["out"][0] = logits.data_ptr()
-        openmp.run(compiled_step(*self._kernel), [self._record.ctypes.data])
+        openmp.run(compiled_step(*self._formats), [self._record.ctypes.data])
         return logits
 
     def _make_room_for_threads(self, threads: int) -> None:
-        step, rows = self.step, int(self.step["float_rows"])
+        step, rows = self.step, FORMATS[self._formats[0]].max_rows
         step["scores"] = self._scratch(threads * rows * int(step["score_bytes"]) // 4)
         step["mixed"] = self._scratch(threads * rows * int(step["head_dim"]))
-        step["tile"] = self._scratch(threads * SCRATCH // 4)
         self._threads = threads
 
     def _address(self, tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:

@@ -10,11 +10,12 @@ from tiny_models import VOCAB, tiny_model
 
 from quasar_lab.decoder import FastDecoder
 from quasar_lab.errors import UserError
-from quasar_lab.float_tile import MAX_ROWS
-from quasar_lab.fused_cpu import MAX_TOKENS
-from quasar_lab.fused_rows import dots, exponential, exponentials, mix
+from quasar_lab.fused.linear_tile import FORMATS
+from quasar_lab.fused.rows import dots, exponential, exponentials, int8_linear, mix
+from quasar_lab.fused_cpu import MAX_TOKENS, FusedStep
 from quasar_lab.int8_gemm import quantize_weight, w8a8_linear
 from quasar_lab.int8_gemm.cpu import pointer
+from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS
 from quasar_lab.quantization import QuantizationConfig, W8A8Linear, quantize
 
 VARIANTS = {
@@ -85,18 +86,12 @@ def test_full_precision_rounds_no_worse_than_torch(name):
     assert (run_steps(fused) - exact).abs().max() < 4 * torch_error
 
 
+MIXED = ("layers.1.self_attn.k_proj", "layers.0.mlp.up_proj", "layers.2.self_attn.o_proj")
+
+
 @pytest.mark.parametrize(
     "skip",
-    [
-        ("lm_head",),
-        (),
-        (
-            "lm_head",
-            "layers.1.self_attn.k_proj",
-            "layers.0.mlp.up_proj",
-            "layers.2.self_attn.o_proj",
-        ),
-    ],
+    [("lm_head",), (), ("lm_head", *MIXED)],
     ids=["head in full precision", "all INT8", "mixed groups"],
 )
 @pytest.mark.parametrize("family", ["llama_untied", "pangu", "qwen3"])
@@ -227,32 +222,82 @@ def test_exponential_is_accurate():
     assert np.abs(computed / exact - 1).max() < 2.0**-23
 
 
-@pytest.mark.parametrize("lanes", MAX_ROWS)
-def test_tiles_of_every_vector_width(lanes):
+FLOAT_FORMATS = [name for name, kind in FORMATS.items() if kind.int8 is None]
+INT8_FORMATS = [name for name, isa in INSTRUCTION_SETS.items() if isa.available]
+
+
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
+def test_float_tiles_of_every_vector_width(name):
     """The tiles of processors that this one is not, on shapes with every kind of rest."""
-    most = MAX_ROWS[lanes]
+    most, step = FORMATS[name].max_rows, FORMATS[name].step
 
     @numba.njit
     def both(a, w, products, v, mixed):
         rows, k = a.shape
         n = w.shape[0]
-        dots(lanes, most, a.ctypes.data, 4 * k, rows, k, w.ctypes.data, 4 * k, 0, n,
+        dots(name, a.ctypes.data, 4 * k, rows, k, w.ctypes.data, 4 * k, 0, n,
              products.ctypes.data, 4 * n)  # fmt: skip
-        mix(lanes, products.ctypes.data, 4 * n, rows, v.ctypes.data, n, mixed.ctypes.data,
+        mix(name, products.ctypes.data, 4 * n, rows, v.ctypes.data, n, mixed.ctypes.data,
             v.shape[1])  # fmt: skip
 
     generator = np.random.default_rng(0)
-    for rows, n, k in [(1, 1, 5), (most, 7, 3 * lanes), (most - 1, 12, 2 * lanes + 3)]:
-        a, w, v = (
-            generator.standard_normal(shape, dtype=np.float32)
-            for shape in ((rows, k), (n, k), (n, k))
-        )
+    for rows, n, k in [(1, 1, 5), (most, 7, 5 * step), (most - 1, 12, 2 * step + 3)]:
+        shapes = ((rows, k), (n, k), (n, k))
+        a, w, v = (generator.standard_normal(shape, dtype=np.float32) for shape in shapes)
         products, mixed = (np.full((rows, size), np.nan, np.float32) for size in (n, k))
         both(a, w, products, v, mixed)
         # k products of numbers of size 1, each off by half a unit
         assert np.abs(products - a.astype(float) @ w.T).max() < k * 2.0**-22
         scale = np.abs(products).sum(1).max()
         assert np.abs(mixed - products.astype(float) @ v).max() < scale * n * 2.0**-22
+
+
+@pytest.mark.parametrize("name", INT8_FORMATS)
+def test_int8_tiles_of_every_instruction_set(name):
+    """Case 30 and 31: exact for full-range inputs, odd K and N, and every number of rows.
+
+    Behind the last weight row stands what would change the result if it counted.
+    """
+    kind = FORMATS[name]
+
+    @numba.njit
+    def product(a, scales, shifts, k, weight, weight_scale, n, out):
+        int8_linear(name, a.ctypes.data, a.strides[0], scales.ctypes.data, shifts.ctypes.data,
+                    a.shape[0], k, weight.ctypes.data, weight_scale.ctypes.data, 0, n,
+                    out.ctypes.data, 0, 1)  # fmt: skip
+
+    generator = np.random.default_rng(0)
+    for rows, n, k in [(1, 3, 20), (7, 12, 576), (16, 9, 4096 + 5)]:
+        padded = -(-k // kind.step) * kind.step
+        a = np.zeros((rows, padded), np.int16 if kind.input_bytes == 2 else np.int8)
+        a[:, :k] = generator.integers(-127, 128, (rows, k))
+        memory = generator.integers(-127, 128, n * k + 64).astype(np.int8)
+        weight = memory[: n * k].reshape(n, k)
+        a[0, :k], weight[0] = 127, -127
+        exact = a[:, :k].astype(np.int64) @ weight.T.astype(np.int64)
+        scales, weight_scale = (generator.random(size, dtype=np.float32) for size in (rows, n))
+        shifts = 0 if kind.input_bytes == 2 else 128 * a.astype(np.int64).sum(1)
+        shifts = np.broadcast_to(shifts, rows).astype(np.int32)
+        out = np.full((rows, n), np.nan, np.float32)
+        product(a, scales, shifts, k, memory, weight_scale, n, out)
+        assert (out == exact.astype(np.float32) * scales[:, None] * weight_scale).all()
+
+
+@pytest.mark.parametrize("formats", [("float8", "avx2"), ("float4", "portable")], ids=str)
+def test_the_step_of_another_processor(formats):
+    """Tiles of other heights cut the work elsewhere; the text may not depend on it."""
+    if formats[1] not in INT8_FORMATS:
+        pytest.skip(f"this processor has no {formats[1]}")
+    config = QuantizationConfig(smoothing="none", skip=("lm_head", *MIXED))
+    model = quantize(tiny_model("qwen3", dtype=torch.float32), config=config)
+    decoder, other = (FastDecoder.from_model(model) for _ in range(2))
+    expected = run_steps(decoder)
+    other._fused = FusedStep(
+        other.weights, other.keys, other.values, other.cos, other.sin,
+        float32=formats[0], int8=formats[1],
+    )  # fmt: skip
+    full = run_steps(FastDecoder.from_model(tiny_model("qwen3", dtype=torch.float32)))
+    assert (run_steps(other) - expected).abs().mean() < 0.05 * (expected - full).abs().mean()
 
 
 @pytest.mark.real_model

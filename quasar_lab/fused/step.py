@@ -17,12 +17,12 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from quasar_lab import thread_barrier
-from quasar_lab.fused_rows import attend, float_linear, normalise, rotate, swiglu
+from quasar_lab.fused import barrier
+from quasar_lab.fused.linear_tile import format_number
+from quasar_lab.fused.rows import attend, float_linear, int8_linear, normalise, rotate, swiglu
 from quasar_lab.int8_gemm import openmp
-from quasar_lab.int8_gemm.cpu import SCRATCH, multiply, pointer, quantize_row
+from quasar_lab.int8_gemm.cpu import pointer, quantize_row
 from quasar_lab.int8_gemm.openmp import thread_count, thread_index
-from quasar_lab.thread_barrier import wait_for_all
 
 _i8, _i16, _i32, _i64, _f32 = types.int8, types.int16, types.int32, types.int64, types.float32
 
@@ -45,12 +45,10 @@ STEP = _record(
     (np.int64, "hidden heads kv_heads head_dim ffn capacity"),
     (np.float32, "eps attention_scale"),
     (PROJECTION, "head"),
-    # how this processor multiplies: INT8 weights a vector, rows of a tile (INT8, float32)
-    (np.int64, "step int8_rows widens float_rows"),
     # scratch: the residual stream and what is to be added to it; a projection's input as float32
-    # and as integers with scales and sums; turned queries; each thread's attention and INT8 tile
-    (np.int64, "x added h h_bytes integers scales sums"),
-    (np.int64, "queries scores score_bytes mixed tile barrier"),
+    # and as integers with scales and shifts; turned queries; each thread's attention
+    (np.int64, "x added h h_bytes integers scales shifts"),
+    (np.int64, "queries scores score_bytes mixed barrier"),
     # the step at hand
     (np.int64, "ids num_tokens start num_logits"),
 )
@@ -77,59 +75,68 @@ def _start(s, row):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _quantise(s, projection, row):  # type: ignore[no-untyped-def]
-    """A row of s.h as integers, where the projection has an INT8 matrix."""
-    if projection.quantized:
-        padded = (projection.k + s.step - 1) // s.step * s.step
-        source = pointer(s.h + row * s.h_bytes, _f32)
-        to = s.integers + row * padded * (1 + s.widens)
-        if s.widens:
-            scale, total = quantize_row(source, pointer(to, _i16), projection.k, padded)
-        else:
-            scale, total = quantize_row(source, pointer(to, _i8), projection.k, padded)
-        pointer(s.scales, _f32)[row] = scale
-        pointer(s.sums, _i32)[row] = total
+def _row_bytes(int8, k):  # type: ignore[no-untyped-def]
+    """Of a quantised row: whole vectors."""
+    numba.literally(int8)
+    step = format_number(int8, "step")
+    return (k + step - 1) // step * step * format_number(int8, "input_bytes")
 
 
 @numba.njit
-def _add_and_normalise(s, row, to, norm, projection):  # type: ignore[no-untyped-def]
+def _quantise(int8, s, projection, row):  # type: ignore[no-untyped-def]
+    """A row of s.h as integers, where the projection has an INT8 matrix."""
+    numba.literally(int8)
+    if projection.quantized:
+        wide = format_number(int8, "input_bytes")
+        num_bytes = _row_bytes(int8, projection.k)
+        source = pointer(s.h + row * s.h_bytes, _f32)
+        to = s.integers + row * num_bytes
+        if wide == 2:
+            scale, _ = quantize_row(source, pointer(to, _i16), projection.k, num_bytes // 2)
+            shift = np.int32(0)
+        else:
+            scale, total = quantize_row(source, pointer(to, _i8), projection.k, num_bytes)
+            shift = np.int32(128 * total)
+        pointer(s.scales, _f32)[row] = scale
+        pointer(s.shifts, _i32)[row] = shift
+
+
+@numba.njit
+def _add_and_normalise(int8, s, row, to, norm, projection):  # type: ignore[no-untyped-def]
     """x += what the last block gave; its norm becomes row `to` of the projection's input."""
     x = pointer(s.x + 4 * row * s.hidden, _f32)
     added = pointer(s.added + 4 * row * s.hidden, _f32)
     for i in range(s.hidden):
         x[i] += added[i]
     normalise(x, pointer(norm, _f32), pointer(s.h + to * s.h_bytes, _f32), s.hidden, s.eps)
-    _quantise(s, projection, to)
+    _quantise(int8, s, projection, to)
 
 
 @numba.njit
-def _swiglu(s, layer, row):  # type: ignore[no-untyped-def]
+def _swiglu(int8, s, layer, row):  # type: ignore[no-untyped-def]
     gate = pointer(layer.gate.at + 4 * row * layer.gate.stride, _f32)
     up = pointer(layer.up.at + 4 * row * layer.up.stride, _f32)
     swiglu(gate, up, pointer(s.h + row * s.h_bytes, _f32), s.ffn)
-    _quantise(s, layer.down, row)
+    _quantise(int8, s, layer.down, row)
 
 
 @numba.njit
-def _project(isa_name, lanes, s, projection, rows, thread, threads):  # type: ignore[no-untyped-def]
+def _project(float32, int8, s, projection, rows, thread, threads):  # type: ignore[no-untyped-def]
     """This thread's columns of a projection of the first rows of s.h."""
-    numba.literally(isa_name)
-    numba.literally(lanes)
+    numba.literally(float32)
+    numba.literally(int8)
     k = projection.k
-    stride = (k + s.step - 1) // s.step * s.step * (1 + s.widens)
-    shift = 128 * (1 - s.widens)
     for i in range(3):
         matrix = projection.matrices[i]
         if matrix.n == 0:
             continue
         if matrix.scale:
-            multiply(isa_name, s.step, s.int8_rows, shift, s.integers, stride,
-                     pointer(s.scales, _f32), pointer(s.sums, _i32), rows, k,
-                     matrix.weight, matrix.scale, matrix.bias, matrix.n, matrix.out,
-                     s.tile + thread * SCRATCH, thread, threads)  # fmt: skip
+            int8_linear(int8, s.integers, _row_bytes(int8, k), s.scales, s.shifts, rows, k,
+                        matrix.weight, matrix.scale, matrix.bias, matrix.n, matrix.out,
+                        thread, threads)  # fmt: skip
         else:
-            float_linear(lanes, s.float_rows, s.h, s.h_bytes, rows, k, matrix.weight, matrix.bias,
-                         matrix.n, matrix.out, thread, threads)  # fmt: skip
+            float_linear(float32, s.h, s.h_bytes, rows, k, matrix.weight, matrix.bias, matrix.n,
+                         matrix.out, thread, threads)  # fmt: skip
 
 
 @numba.njit
@@ -167,10 +174,10 @@ def _rotate_and_store(s, layer, thread, threads):  # type: ignore[no-untyped-def
 
 
 @numba.njit
-def _attend(lanes, s, layer, thread, threads):  # type: ignore[no-untyped-def]
+def _attend(float32, s, layer, thread, threads):  # type: ignore[no-untyped-def]
     """This thread's share of all query rows, a few of one KV head at a time, to s.h."""
-    numba.literally(lanes)
-    d, tokens, most = s.head_dim, s.num_tokens, s.float_rows
+    numba.literally(float32)
+    d, tokens, most = s.head_dim, s.num_tokens, format_number(float32, "max_rows")
     total, group = s.heads * tokens, s.heads // s.kv_heads * tokens
     scores = s.scores + thread * most * s.score_bytes
     mixed = s.mixed + thread * most * 4 * d
@@ -182,7 +189,7 @@ def _attend(lanes, s, layer, thread, threads):  # type: ignore[no-untyped-def]
         rows = (left + tiles - 1) // tiles
         cache = 4 * head * s.capacity * d
         queries = s.queries + 4 * row * d
-        attend(lanes, most, queries, rows, row, tokens, s.start, layer.window, layer.keys + cache,
+        attend(float32, queries, rows, row, tokens, s.start, layer.window, layer.keys + cache,
                layer.values + cache, d, scores, s.score_bytes, mixed)  # fmt: skip
         for r in range(rows):
             query_head, token = (row + r) // tokens, (row + r) % tokens
@@ -194,14 +201,14 @@ def _attend(lanes, s, layer, thread, threads):  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def compiled_step(isa_name: str, lanes: int) -> int:
-    """The address of `void step(int64 *address_of_a_STEP)`, for one processor's vectors.
+def compiled_step(float32: str, int8: str) -> int:
+    """The address of `void step(int64 *address_of_a_STEP)`.
 
-    isa_name: of int8_gemm.cpu_tile.INSTRUCTION_SETS; lanes: float32 numbers in a vector. The first
-    compilation takes seconds; the result stays in numba's disk cache.
+    float32, int8: names of linear_tile.FORMATS. The first compilation takes seconds; the result
+    stays in numba's disk cache.
     """
     openmp.bind_symbols()
-    thread_barrier.bind_symbols()
+    barrier.bind_symbols()
     revision = _source_revision()
 
     @numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)
@@ -216,35 +223,35 @@ def compiled_step(isa_name: str, lanes: int) -> int:
         for index in range(s.num_layers):
             layer = layers[index]
             for row in range(thread, tokens, threads):
-                _add_and_normalise(s, row, row, layer.input_norm, layer.qkv)
-            wait_for_all(s.barrier, threads)
-            _project(isa_name, lanes, s, layer.qkv, tokens, thread, threads)
-            wait_for_all(s.barrier, threads)
+                _add_and_normalise(int8, s, row, row, layer.input_norm, layer.qkv)
+            barrier.wait_for_all(s.barrier, threads)
+            _project(float32, int8, s, layer.qkv, tokens, thread, threads)
+            barrier.wait_for_all(s.barrier, threads)
             _rotate_and_store(s, layer, thread, threads)
-            wait_for_all(s.barrier, threads)
-            _attend(lanes, s, layer, thread, threads)
-            wait_for_all(s.barrier, threads)
+            barrier.wait_for_all(s.barrier, threads)
+            _attend(float32, s, layer, thread, threads)
+            barrier.wait_for_all(s.barrier, threads)
             if layer.o.quantized:
                 for row in range(thread, tokens, threads):
-                    _quantise(s, layer.o, row)
-                wait_for_all(s.barrier, threads)
-            _project(isa_name, lanes, s, layer.o, tokens, thread, threads)
-            wait_for_all(s.barrier, threads)
+                    _quantise(int8, s, layer.o, row)
+                barrier.wait_for_all(s.barrier, threads)
+            _project(float32, int8, s, layer.o, tokens, thread, threads)
+            barrier.wait_for_all(s.barrier, threads)
             for row in range(thread, tokens, threads):
-                _add_and_normalise(s, row, row, layer.post_norm, layer.gate_up)
-            wait_for_all(s.barrier, threads)
-            _project(isa_name, lanes, s, layer.gate_up, tokens, thread, threads)
-            wait_for_all(s.barrier, threads)
+                _add_and_normalise(int8, s, row, row, layer.post_norm, layer.gate_up)
+            barrier.wait_for_all(s.barrier, threads)
+            _project(float32, int8, s, layer.gate_up, tokens, thread, threads)
+            barrier.wait_for_all(s.barrier, threads)
             for row in range(thread, tokens, threads):
-                _swiglu(s, layer, row)
-            wait_for_all(s.barrier, threads)
-            _project(isa_name, lanes, s, layer.down, tokens, thread, threads)
-            wait_for_all(s.barrier, threads)
+                _swiglu(int8, s, layer, row)
+            barrier.wait_for_all(s.barrier, threads)
+            _project(float32, int8, s, layer.down, tokens, thread, threads)
+            barrier.wait_for_all(s.barrier, threads)
         unread = tokens - s.num_logits
         for row in range(unread + thread, tokens, threads):
-            _add_and_normalise(s, row, row - unread, s.norm, s.head)
-        wait_for_all(s.barrier, threads)
-        _project(isa_name, lanes, s, s.head, s.num_logits, thread, threads)
+            _add_and_normalise(int8, s, row, row - unread, s.norm, s.head)
+        barrier.wait_for_all(s.barrier, threads)
+        _project(float32, int8, s, s.head, s.num_logits, thread, threads)
 
     return step.address  # type: ignore[return-value]
 
@@ -252,7 +259,6 @@ def compiled_step(isa_name: str, lanes: int) -> int:
 def _source_revision() -> str:
     """A hash of the files that the step is compiled from: numba's cache watches this one only."""
     here = Path(__file__).parent
-    own = ["fused_rows", "float_tile", "thread_barrier"]
-    names = [*own, *(f"int8_gemm/{name}" for name in ("cpu", "cpu_tile", "openmp"))]
-    texts = b"".join((here / f"{name}.py").read_bytes() for name in names)
+    files = sorted([*here.glob("*.py"), *(here.parent / "int8_gemm").glob("[co]p*.py")])
+    texts = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(texts).hexdigest()[:16]

@@ -8,7 +8,8 @@ import numba
 import numpy as np
 from numba import types
 
-from quasar_lab.float_tile import COLUMNS, dot_tile, mix_tile
+from quasar_lab.fused.linear_tile import COLUMNS, format_number, linear_tile
+from quasar_lab.fused.mix_tile import mix_tile
 from quasar_lab.int8_gemm.cpu import pointer
 
 _f32 = types.float32
@@ -77,25 +78,28 @@ def exponentials(scores, first, last):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def dots(lanes, most, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[r, c] = a[r] · w[c] for all rows and the columns first to last; strides in bytes, tiles
-    of at most `most` rows."""
-    numba.literally(lanes)
-    steps = k // lanes
+def dots(name, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):  # type: ignore[no-untyped-def]
+    """out[r, c] = a[r] · w[c] in float32, for the columns first to last; strides in bytes."""
+    numba.literally(name)
+    step, most = format_number(name, "step"), format_number(name, "max_rows")
+    steps = k // step
     tiles = (rows + most - 1) // most
-    for column in range(first, last, COLUMNS):
+    column = first
+    while column < last:
+        width = COLUMNS if column + COLUMNS <= last else 1
         source, place = w + column * w_stride, out + 4 * column
         for tile in range(tiles):
             top = rows * tile // tiles
             height = rows * (tile + 1) // tiles - top
             start, to = a + top * a_stride, place + top * out_stride
-            if column + COLUMNS <= last:
-                dot_tile(lanes, COLUMNS, height, start, a_stride, source, w_stride, steps,
-                         to, out_stride)  # fmt: skip
+            if width == COLUMNS:
+                linear_tile(name, COLUMNS, height, start, a_stride, source, w_stride, steps, to,
+                            out_stride, 0, 0, 0)  # fmt: skip
             else:
-                dot_tile(lanes, 1, height, start, a_stride, source, w_stride, steps,
-                         to, out_stride)  # fmt: skip
-    done = steps * lanes
+                linear_tile(name, 1, height, start, a_stride, source, w_stride, steps, to,
+                            out_stride, 0, 0, 0)  # fmt: skip
+        column += width
+    done = steps * step
     if done < k:
         for r in range(rows):
             row, sums = pointer(a + r * a_stride, _f32), pointer(out + r * out_stride, _f32)
@@ -106,13 +110,15 @@ def dots(lanes, most, a, a_stride, rows, k, w, w_stride, first, last, out, out_s
 
 
 @numba.njit
-def float_linear(lanes, most, a, a_stride, rows, k, weight, bias, n, out, thread, threads):  # type: ignore[no-untyped-def]
-    """This thread's columns of out = a Wᵀ + bias, out [rows, n]; bias: an address or 0."""
-    numba.literally(lanes)
-    blocks = (n + COLUMNS - 1) // COLUMNS
-    first = blocks * thread // threads * COLUMNS
-    last = min(blocks * (thread + 1) // threads * COLUMNS, n)
-    dots(lanes, most, a, a_stride, rows, k, weight, 4 * k, first, last, out, 4 * n)
+def share(n, thread, threads):  # type: ignore[no-untyped-def]
+    """The columns (first, last) of n that a thread computes: whole tiles, evenly."""
+    tiles = (n + COLUMNS - 1) // COLUMNS
+    return tiles * thread // threads * COLUMNS, min(tiles * (thread + 1) // threads * COLUMNS, n)
+
+
+@numba.njit
+def add_bias(bias, rows, first, last, out, n):  # type: ignore[no-untyped-def]
+    """out[r, c] += bias[c] for the columns first to last; bias: an address, 0 for none."""
     if bias:
         biases = pointer(bias, _f32)
         for r in range(rows):
@@ -122,17 +128,59 @@ def float_linear(lanes, most, a, a_stride, rows, k, weight, bias, n, out, thread
 
 
 @numba.njit
-def mix(lanes, p, p_stride, rows, v, steps, out, head_dim):  # type: ignore[no-untyped-def]
-    """out[r] = sum_s p[r, s] v[s]; v and out have rows of head_dim numbers."""
-    numba.literally(lanes)
+def float_linear(name, a, a_stride, rows, k, weight, bias, n, out, thread, threads):  # type: ignore[no-untyped-def]
+    """This thread's columns of out = a Wᵀ + bias in float32, out [rows, n]."""
+    numba.literally(name)
+    first, last = share(n, thread, threads)
+    dots(name, a, a_stride, rows, k, weight, 4 * k, first, last, out, 4 * n)
+    add_bias(bias, rows, first, last, out, n)
+
+
+@numba.njit
+def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, weight_scale, bias, n, out,
+                thread, threads):  # type: ignore[no-untyped-def]  # fmt: skip
+    """This thread's columns of out = (a Wᵀ) * scales * weight_scale + bias, a and W in INT8.
+
+    64 bytes after the last weight must be readable; they do not count, for a is padded with zeros.
+    """
+    numba.literally(name)
+    step, most = format_number(name, "step"), format_number(name, "max_rows")
+    steps = (k + step - 1) // step
+    first, last = share(n, thread, threads)
+    tiles = (rows + most - 1) // most
+    column = first
+    while column < last:
+        width = COLUMNS if column + COLUMNS <= last else 1
+        source, place, column_scale = (
+            weight + column * k,
+            out + 4 * column,
+            weight_scale + 4 * column,
+        )
+        for tile in range(tiles):
+            top = rows * tile // tiles
+            height = rows * (tile + 1) // tiles - top
+            start, to = a + top * a_stride, place + 4 * top * n
+            if width == COLUMNS:
+                linear_tile(name, COLUMNS, height, start, a_stride, source, k, steps, to, 4 * n,
+                            scales + 4 * top, shifts + 4 * top, column_scale)  # fmt: skip
+            else:
+                linear_tile(name, 1, height, start, a_stride, source, k, steps, to, 4 * n,
+                            scales + 4 * top, shifts + 4 * top, column_scale)  # fmt: skip
+        column += width
+    add_bias(bias, rows, first, last, out, n)
+
+
+@numba.njit
+def mix(name, p, p_stride, rows, v, steps, out, head_dim):  # type: ignore[no-untyped-def]
+    """out[r] = sum_s p[r, s] v[s] for at most max_rows rows; v, out: rows of head_dim numbers."""
+    numba.literally(name)
+    lanes, vectors = format_number(name, "lanes"), format_number(name, "mix_vectors")
     stride, done = 4 * head_dim, 0
-    while done + COLUMNS * lanes <= head_dim:
-        mix_tile(lanes, COLUMNS, rows, p, p_stride, v + 4 * done, stride, steps,
-                 out + 4 * done, stride)  # fmt: skip
-        done += COLUMNS * lanes
+    while done + vectors * lanes <= head_dim:
+        mix_tile(name, 0, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done, stride)
+        done += vectors * lanes
     while done + lanes <= head_dim:
-        mix_tile(lanes, 1, rows, p, p_stride, v + 4 * done, stride, steps,
-                 out + 4 * done, stride)  # fmt: skip
+        mix_tile(name, 1, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done, stride)
         done += lanes
     values = pointer(v, _f32)
     for r in range(rows):
@@ -145,19 +193,19 @@ def mix(lanes, p, p_stride, rows, v, steps, out, head_dim):  # type: ignore[no-u
 
 
 @numba.njit(error_model="numpy")
-def attend(lanes, most, queries, rows, group, num_tokens, start, window, keys, values, head_dim,
-           scores, score_stride, mixed):  # type: ignore[no-untyped-def]  # fmt: skip
-    """mixed[r] = softmax(q_r kᵀ) v for at most `most` query rows of one KV head.
+def attend(name, queries, rows, group, num_tokens, start, window, keys, values, head_dim, scores,
+           score_stride, mixed):  # type: ignore[no-untyped-def]  # fmt: skip
+    """mixed[r] = softmax(q_r kᵀ) v for at most max_rows query rows of one KV head.
 
     Row r is token (group + r) % num_tokens of the step, at position start + that; it sees the
     positions up to its own, and not further back than `window` (0: no limit).
     """
-    numba.literally(lanes)
+    numba.literally(name)
     end = start + num_tokens
     low = max(0, start + 1 - window) if window else 0
     stride = 4 * head_dim
-    dots(lanes, most, queries, stride, rows, head_dim, keys + low * stride, stride, 0, end - low,
-         scores, score_stride)  # fmt: skip
+    dots(name, queries, stride, rows, head_dim, keys + low * stride, stride, 0, end - low, scores,
+         score_stride)  # fmt: skip
     for r in range(rows):
         row = pointer(scores + r * score_stride, _f32)
         position = start + (group + r) % num_tokens
@@ -170,4 +218,4 @@ def attend(lanes, most, queries, rows, group, num_tokens, start, window, keys, v
             row[i] = np.float32(0)
         for i in range(first, last):
             row[i] = row[i] / total
-    mix(lanes, scores, score_stride, rows, values + low * stride, end - low, mixed, head_dim)
+    mix(name, scores, score_stride, rows, values + low * stride, end - low, mixed, head_dim)

@@ -1,0 +1,217 @@
+"""A small tile of a linear, held in vector registers: rows of inputs times 4 rows of weights.
+
+In float32 or in INT8. Three things make it as fast as memory:
+
+- a weight vector is read once and meets all input rows while it is in a register;
+- the four sums of a row are added across their lanes together, and scaled and stored as one vector;
+- what will be needed 16 KB later is fetched into the second-level cache in the order in which it
+  lies in memory: the processor's own prefetcher sees no stream in four interleaved rows.
+
+A row's result is computed the same way whatever the other rows are.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+
+from quasar_lab.fused.emitter import F32, I8, I16, I32, Emitter, constant
+from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS, InstructionSet, _dot_accumulate
+
+COLUMNS = 4
+PREFETCH_BYTES = 16 << 10
+_LINE = 64
+_FOUR_FLOATS = ir.VectorType(F32, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class TileFormat:
+    """How numbers are multiplied on one kind of processor.
+
+    step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose 4 sums a
+    row and operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
+    weight_bytes, input_bytes: of one number; mix_vectors: see mix_tile; int8: None for float32.
+    """
+
+    name: str
+    step: int
+    lanes: int
+    max_rows: int
+    weight_bytes: int = 4
+    input_bytes: int = 4
+    mix_vectors: int = 4
+    int8: InstructionSet | None = None
+
+
+_INT8_ROWS = {"vnni512": 6, "vnni256": 6, "avx512": 6, "avx2": 2, "portable": 2}
+
+FORMATS = {
+    each.name: each
+    for each in (
+        TileFormat("float16", 16, 16, 6),  # a float32 format's name says how many lanes
+        TileFormat("float8", 8, 8, 3, mix_vectors=2),
+        TileFormat("float4", 4, 4, 6),
+        *(
+            TileFormat(name, isa.step, isa.lanes, _INT8_ROWS[name], 1, 1 + isa.widens, int8=isa)
+            for name, isa in INSTRUCTION_SETS.items()
+        ),
+    )
+}
+
+
+@functools.cache
+def best_float_format() -> str:
+    """The float32 format of this processor's widest vectors."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return "float16" if features.get("avx512f") else "float8" if features.get("avx") else "float4"
+
+
+@intrinsic(prefer_literal=True)
+def format_number(typingctx, name, field):  # type: ignore[no-untyped-def]
+    """A number of a format, as a constant for the compiler."""
+    value = int(getattr(FORMATS[name.literal_value], field.literal_value))
+
+    def codegen(context, builder, signature: Signature, args):  # type: ignore[no-untyped-def]
+        return constant(value)
+
+    return types.int64(name, field), codegen
+
+
+class _Tile(Emitter):
+    """Writes the code of one tile in one format."""
+
+    def __init__(self, builder: ir.IRBuilder, kind: TileFormat) -> None:
+        super().__init__(builder)
+        self.kind = kind
+        if kind.int8 is None:
+            self.sums = self.weights = self.inputs = ir.VectorType(F32, kind.lanes)
+        else:
+            self.sums = ir.VectorType(I32, kind.lanes)
+            self.weights = ir.VectorType(I8, kind.step)
+            self.inputs = ir.VectorType(I16 if kind.int8.widens else I8, kind.step)
+
+    def prepare(self, weights: ir.Value) -> ir.Value:
+        """Weights as `accumulate` takes them: widened, or shifted into unsigned bytes."""
+        isa = self.kind.int8
+        if isa is None:
+            return weights
+        if isa.widens:
+            return self.builder.sext(weights, ir.VectorType(I16, self.kind.step))
+        return self.builder.xor(weights, ir.Constant(self.weights, [-128] * self.kind.step))
+
+    def accumulate(self, total: ir.Value, inputs: ir.Value, weights: ir.Value) -> ir.Value:
+        if self.kind.int8 is None:
+            return self.multiply_add(inputs, weights, total)
+        return _dot_accumulate(self.builder, self.kind.int8, total, inputs, weights)
+
+    def add(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        return (self.builder.fadd if self.kind.int8 is None else self.builder.add)(first, second)
+
+    def products(
+        self, rows: int, columns: int, a: ir.Value, a_stride: ir.Value, w: ir.Value,
+        w_stride: ir.Value, steps: ir.Value,
+    ) -> list[ir.Value]:  # fmt: skip
+        """The loop along K: a vector of sums for each row and column."""
+        vector_bytes = self.kind.step * self.kind.weight_bytes
+        ahead = self.builder.add(w, constant(PREFETCH_BYTES))
+
+        def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            for line in range(0, columns * vector_bytes, _LINE):
+                self.prefetch(self.at(ahead, (index, columns * vector_bytes), (constant(line), 1)))
+            weights = []
+            for column in range(columns):
+                place = self.at(w, (w_stride, column), (index, vector_bytes))
+                weights.append(self.prepare(self.load(self.weights, place)))
+            following = []
+            for row in range(rows):
+                place = self.at(a, (a_stride, row), (index, self.kind.step * self.kind.input_bytes))
+                inputs = self.load(self.inputs, place)
+                for column in range(columns):
+                    total = totals[row * columns + column]
+                    following.append(self.accumulate(total, inputs, weights[column]))
+            return following
+
+        return self.loop(steps, [ir.Constant(self.sums, None)] * (rows * columns), body)
+
+    def across_lanes(self, totals: list[ir.Value]) -> ir.Value:
+        """Four vectors -> one of four numbers: the sum of each one's lanes.
+
+        Shuffles inside groups of four lanes are cheap: so first every group of four comes to hold
+        the sums of the four vectors over that group, then the groups are added.
+        """
+
+        def pair(first: ir.Value, second: ir.Value) -> ir.Value:
+            halves: tuple[list[int], list[int]] = ([], [])
+            for group in range(0, self.kind.lanes, 4):
+                for odd in (0, 1):
+                    for vector in (0, self.kind.lanes):
+                        halves[odd].extend(vector + group + lane + odd for lane in (0, 2))
+            return self.add(*(self.shuffle(first, second, half) for half in halves))
+
+        total = pair(pair(totals[0], totals[1]), pair(totals[2], totals[3]))
+        width = self.kind.lanes
+        while width > 4:
+            width //= 2
+            halves = (list(range(width)), list(range(width, 2 * width)))
+            total = self.add(*(self.shuffle(total, total, half) for half in halves))
+        return total
+
+    def scaled(
+        self, total: ir.Value, shift: ir.Value, scale: ir.Value, weight_scales: ir.Value
+    ) -> ir.Value:
+        """float(total - shift) * scale * weight_scales, in the order of the INT8 reference."""
+        exact = self.builder.sub(total, self.splat(self.load(I32, shift), 4))
+        number = self.builder.sitofp(exact, _FOUR_FLOATS)
+        number = self.builder.fmul(number, self.splat(self.load(F32, scale), 4))
+        return self.builder.fmul(number, weight_scales)
+
+
+@intrinsic(prefer_literal=True)
+def linear_tile(  # type: ignore[no-untyped-def]
+    typingctx, name, columns, rows, a, a_stride, w, w_stride, steps, out, out_stride,
+    scales, shifts, weight_scales,
+):  # fmt: skip
+    """out[r, c] = sum over `steps` vectors of a[r] * w[c], as float32.
+
+    name (of FORMATS) and columns (COLUMNS or 1) are constants, rows is 1 to the format's max_rows;
+    all others are int64: addresses, and strides in bytes.
+
+    INT8: out[r, c] = float(sum - shifts[r]) * scales[r] * weight_scales[c]. a is zero-padded to
+    whole vectors; w is read to the end of its last vector, whatever stands there. VNNI shifts the
+    weights into unsigned bytes: there shifts[r] is 128 * sum(a[r]), else 0. In float32 scales,
+    shifts and weight_scales are not read.
+    """
+    kind, num_columns = FORMATS[name.literal_value], columns.literal_value
+    signature = types.void(name, columns, *[types.int64] * 11)
+
+    def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
+        rows, a, a_stride, w, w_stride, steps, out, out_stride = args[2:10]
+        scales, shifts, weight_scales = args[10:]
+        to = _Tile(builder, kind)
+        missing = [ir.Constant(to.sums, None)] * (COLUMNS - num_columns)
+
+        def emit(num_rows: int) -> None:
+            totals = to.products(num_rows, num_columns, a, a_stride, w, w_stride, steps)
+            column_scales = None
+            if kind.int8 is not None and num_columns == 1:
+                column_scales = to.splat(to.load(F32, weight_scales), 4)
+            elif kind.int8 is not None:
+                column_scales = to.load(_FOUR_FLOATS, weight_scales)
+            for row in range(num_rows):
+                own = totals[row * num_columns : (row + 1) * num_columns]
+                result = to.across_lanes(own + missing)
+                if column_scales is not None:
+                    shift, scale = (to.at(base, (constant(4), row)) for base in (shifts, scales))
+                    result = to.scaled(result, shift, scale, column_scales)
+                if num_columns == 1:
+                    result = builder.extract_element(result, ir.Constant(I32, 0))
+                to.store(result, to.at(out, (out_stride, row)))
+
+        to.switch(rows, kind.max_rows, emit)
+        return context.get_dummy_value()
+
+    return signature, codegen

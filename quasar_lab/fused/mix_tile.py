@@ -1,0 +1,52 @@
+"""A small tile of attention's second product: weights of a few queries times the cached values.
+
+out[r, :] = sum_s p[r, s] * v[s, :]. The sums stay in registers while the values pass by once.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+
+from quasar_lab.fused.emitter import F32, Emitter, constant
+from quasar_lab.fused.linear_tile import FORMATS
+
+
+@intrinsic(prefer_literal=True)
+def mix_tile(typingctx, name, single, rows, p, p_stride, v, v_stride, steps, out, out_stride):  # type: ignore[no-untyped-def]
+    """out[r, :] = sum of p[r, s] * v[s, :] over s < steps, for a few vectors of each row.
+
+    name (of a float32 format) and single are constants: 0 for the format's mix_vectors, 1 for one
+    vector. rows is 1 to max_rows; p, v and out are addresses of float32 numbers, strides in bytes.
+    """
+    kind = FORMATS[name.literal_value]
+    num_vectors = 1 if single.literal_value else kind.mix_vectors
+    signature = types.void(name, single, *[types.int64] * 8)
+
+    def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
+        rows, p, p_stride, v, v_stride, steps, out, out_stride = args[2:]
+        to = Emitter(builder)
+        vector = ir.VectorType(F32, kind.lanes)
+        places = [constant(4 * kind.lanes * j) for j in range(num_vectors)]
+
+        def emit(num_rows: int) -> None:
+            def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                row = builder.add(v, builder.mul(index, v_stride))
+                values = [to.load(vector, builder.add(row, place)) for place in places]
+                following = []
+                for r in range(num_rows):
+                    weight = to.load(F32, to.at(p, (p_stride, r), (index, 4)))
+                    spread = to.splat(weight, kind.lanes)
+                    for value, total in zip(values, totals[r * num_vectors :], strict=False):
+                        following.append(to.multiply_add(spread, value, total))
+                return following
+
+            zeros = [ir.Constant(vector, None)] * (num_rows * num_vectors)
+            for i, total in enumerate(to.loop(steps, zeros, body)):
+                r, j = divmod(i, num_vectors)
+                to.store(total, builder.add(to.at(out, (out_stride, r)), places[j]))
+
+        to.switch(rows, kind.max_rows, emit)
+        return context.get_dummy_value()
+
+    return signature, codegen
