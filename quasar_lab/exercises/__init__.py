@@ -27,6 +27,11 @@ _HOME: dict[str, str] = {
     "whose_distribution": "quasar",
     "draft_acceptance": "quasar",
     "confirmed_ms_per_token": "quasar",
+    "smoothing_scale": "outliers",
+    "dead_channel": "outliers",
+    "best_alpha": "outliers",
+    "kl_by_hand": "divergence_judges",
+    "acceptance_from_tv": "divergence_judges",
 }
 
 
