@@ -19,7 +19,7 @@ from torch import Tensor
 from quasar_lab.int8_gemm.triton_tuning import SMALL_M, Tiling, fastest_tiling
 
 # Longer rows do not fit one program's registers; torch quantises them.
-MAX_FUSED_K = 32768
+MAX_FUSED_K = 16384
 
 # bf16 and fp32 results must not depend on whether the compiler fuses a product with a sum.
 _EXACT = {"enable_fp_fusion": False}
@@ -63,6 +63,11 @@ def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
 
 
+def warps_for_row(block: int) -> int:
+    """How many warps share one row of `block` values: up to 64 values a thread."""
+    return min(max(block // 512, 4), 16)
+
+
 def _launch_rows(kernel: Any, *inputs: Tensor, width: int, extra: tuple[float, ...] = ()) -> Any:
     """Run a kernel that quantises one row a program; the first input has the rows."""
     rows = inputs[0].shape[:-1]
@@ -79,7 +84,7 @@ def _launch_rows(kernel: Any, *inputs: Tensor, width: int, extra: tuple[float, .
                 width,
                 *extra,
                 BLOCK_K=block,
-                num_warps=min(max(block // 512, 4), 16),
+                num_warps=warps_for_row(block),
                 **_EXACT,
             )
     return quantized, scale
@@ -168,8 +173,9 @@ def _launch(x: Tensor, weight: Tensor, scales: _Scales, out: Tensor, tiling: Til
             partial = torch.empty(parts, M, N, dtype=torch.int32, device=x.device)
             arrivals = _arrivals(column_tiles, x.device)
         small_m_matmul_kernel[(column_tiles, parts)](
-            x, weight, *scales, out, partial, arrivals, M, N, K, SPLIT_K=parts, **options
-        )
+            x, weight, *scales, out, partial, arrivals, M, N, K,
+            SPLIT_K=parts, SWAP=tiling.swap, **options,
+        )  # fmt: skip
     else:
         row_tiles = -(-M // tiling.block_m)
         large_m_matmul_kernel[(row_tiles * column_tiles,)](

@@ -13,19 +13,13 @@ tiled product for prompts, where arithmetic is the limit.
 Sources: the tiling of Triton's matrix multiplication tutorial; split-K with the last arrival
 reducing as in the CUDA programming guide's threadFenceReduction sample; W8A8 scaling as in
 SmoothQuant (arXiv 2211.10438), equation 1.
-
-The kernels are marked `no_type_check` because Triton compiles their source: a type checker's
-wrapper around them could not be compiled.
 """
-
-from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-@no_type_check
 def _quantize_row(values, quantized_ptr, scale_ptr, row, columns, K):
     """Store one row (fp32) as INT8 and its scale: bit for bit `reference.quantize_activation`."""
     # As integers, the magnitudes of floats keep their order and NaN comes out on top: so the
@@ -43,7 +37,6 @@ def _quantize_row(values, quantized_ptr, scale_ptr, row, columns, K):
 
 
 @triton.jit
-@no_type_check
 def quantize_kernel(x_ptr, quantized_ptr, scale_ptr, K, BLOCK_K: tl.constexpr):
     """One program a row: int8[M, K] and fp32 scale[M] of x[M, K]. BLOCK_K >= K."""
     row = tl.program_id(0)
@@ -53,7 +46,6 @@ def quantize_kernel(x_ptr, quantized_ptr, scale_ptr, K, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def rmsnorm_quantize_kernel(
     x_ptr, norm_weight_ptr, quantized_ptr, scale_ptr, K, eps, BLOCK_K: tl.constexpr
 ):
@@ -74,7 +66,6 @@ def rmsnorm_quantize_kernel(
 
 
 @triton.jit
-@no_type_check
 def swiglu_quantize_kernel(gate_up_ptr, quantized_ptr, scale_ptr, K, BLOCK_K: tl.constexpr):
     """silu(gate) * up and quantisation of one row of gate_up[M, 2 K] = [gate | up].
 
@@ -92,18 +83,25 @@ def swiglu_quantize_kernel(gate_up_ptr, quantized_ptr, scale_ptr, K, BLOCK_K: tl
 
 
 @triton.jit
-@no_type_check
 def _dot_tile(
     x_ptr, w_ptr, rows, columns, M, N, K, first_k, num_steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
-    """int32[BLOCK_M, BLOCK_N] = x[rows] @ w[columns].T over num_steps blocks of K from first_k."""
+    """int32[BLOCK_M, BLOCK_N] = x[rows] @ w[columns].T over num_steps blocks of K from first_k.
+
+    SWAP multiplies the transposes, w @ x.T: Hopper's tensor cores take 64 rows of their first
+    operand at a time, straight from shared memory, and the weights have 64 rows when x has not.
+    """
     k = first_k + tl.arange(0, BLOCK_K)
     row_mask = (rows < M)[:, None]
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * K
     # A column beyond N repeats the last one, which is never stored: cheaper than a mask.
     w_columns = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[None, :] * K
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     # Triton turns this loop into a pipeline: num_stages blocks are on their way to shared memory
     # while the tensor cores multiply an earlier one.
     for _ in range(num_steps):
@@ -113,13 +111,17 @@ def _dot_tile(
         else:
             x = tl.load(x_rows + k[None, :], mask=row_mask & (k < K)[None, :], other=0)
             w = tl.load(w_columns + k[:, None], mask=(k < K)[:, None], other=0)
-        total = tl.dot(x, w, total, out_dtype=tl.int32)
+        if SWAP:
+            total = tl.dot(tl.trans(w), tl.trans(x), total, out_dtype=tl.int32)
+        else:
+            total = tl.dot(x, w, total, out_dtype=tl.int32)
         k += BLOCK_K
+    if SWAP:
+        total = tl.trans(total)
     return total
 
 
 @triton.jit
-@no_type_check
 def _store_tile(total, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, columns, M, N):
     """Store the int32 sums of a tile: as they are, or scaled, plus bias, in the output's dtype."""
     if x_scale_ptr is not None:
@@ -135,11 +137,10 @@ def _store_tile(total, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, column
 
 
 @triton.jit(do_not_specialize=["M"])
-@no_type_check
 def small_m_matmul_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] @ w[N, K].T for M <= BLOCK_M; program (i, j): columns i, part j of K.
 
@@ -153,7 +154,7 @@ def small_m_matmul_kernel(
     steps = tl.cdiv(K, BLOCK_K * SPLIT_K)
     total = _dot_tile(
         x_ptr, w_ptr, rows, columns, M, N, K, part * steps * BLOCK_K, steps,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP,
     )  # fmt: skip
     if SPLIT_K == 1:
         _store_tile(total, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, columns, M, N)
@@ -169,14 +170,14 @@ def small_m_matmul_kernel(
         # are exact, so the order of arrival cannot change the result.
         if arrived_before == SPLIT_K - 1:
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-            for i in range(SPLIT_K):
+            # unrolled: several parts are on their way at once
+            for i in tl.range(0, SPLIT_K, num_stages=1, loop_unroll_factor=4):
                 total += tl.load(partial + i * M * N, mask=mask, other=0, cache_modifier=".cg")
             _store_tile(total, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, columns, M, N)
             tl.store(arrivals_ptr + tile, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
-@no_type_check
 def large_m_matmul_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -195,6 +196,6 @@ def large_m_matmul_kernel(
     columns = (within // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = _dot_tile(
         x_ptr, w_ptr, rows, columns, M, N, K, 0, tl.cdiv(K, BLOCK_K),
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False,
     )  # fmt: skip
     _store_tile(total, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, columns, M, N)
