@@ -19,7 +19,7 @@ pytest.importorskip(
     "triton", reason="triton is not installed: pip install 'quasar-lab[triton-ci]' (Linux)"
 )
 
-from quasar_lab.int8_gemm import triton_compile, triton_tuning
+from quasar_lab.int8_gemm import triton_backend, triton_compile, triton_tuning
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -245,6 +245,19 @@ def test_swiglu_and_quantisation(interpreter, K, dtype):
     close_to_unfused(interpreter.swiglu_quantize(gate_up), torch.nn.functional.silu(gate) * up)
 
 
+def test_rows_too_long_for_one_program(interpreter):
+    """Guards against refusing, or spilling, a row that does not fit one program's registers."""
+    K = triton_backend.MAX_FUSED_K + 4
+    x, weight = random_rows(2, K), 1 + 0.2 * random_rows(K, seed=1)
+    ours, theirs = interpreter.quantize_activation(x), reference.quantize_activation(x)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    normalised = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    close_to_unfused(interpreter.rmsnorm_quantize(x, weight, 1e-5), weight * normalised)
+    gate_up = random_rows(2, 2 * K, seed=2)
+    gate, up = gate_up.chunk(2, dim=-1)
+    close_to_unfused(interpreter.swiglu_quantize(gate_up), torch.nn.functional.silu(gate) * up)
+
+
 # ---- how the products are cut ----
 
 
@@ -380,7 +393,7 @@ def test_products_compile_for_any_shape(capability, out):
 def test_row_kernels_compile(capability, name, width):
     """Guards against a row that does not fit the registers, and against the approximate division
     (div.full) and flush-to-zero that would round differently from the reference."""
-    from quasar_lab.int8_gemm import triton_backend, triton_kernels
+    from quasar_lab.int8_gemm import triton_kernels
 
     kernel = getattr(triton_kernels, f"{name}_kernel")
     floats = {"x_ptr", "gate_up_ptr", "norm_weight_ptr"} & set(kernel.arg_names)
