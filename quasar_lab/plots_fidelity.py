@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from quasar_lab.fidelity_runs import bootstrap_interval
 from quasar_lab.plots import MARKERS, style
 
 _PALETTE = sns.color_palette("colorblind")
-_PERCENT = FuncFormatter(lambda value, _: f"{value:.0%}")
+_PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g}%")
 
 # column -> (axis label, whether it is a share)
 METRICS: dict[str, tuple[str, bool]] = {
@@ -45,6 +45,7 @@ def plot_fidelity(
             axes.margins(x=0.12)
             if share:
                 axes.xaxis.set_major_formatter(_PERCENT)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.tick_params(axis="x", labelsize=10)
         panels[0].set_yticks(range(len(names)), [str(name) for name in names])
         panels[0].set_ylim(len(names) - 0.5, -0.5)
@@ -66,14 +67,12 @@ def plot_tokens(frame: pd.DataFrame, metric: str = "kl") -> Figure:
                 place[here], np.maximum(values[here], 1e-6), color=_PALETTE[i % 10], ls="none",
                 marker=MARKERS[i % len(MARKERS)], ms=5, label=label if len(texts) <= 8 else None,
             )  # fmt: skip
-        axes.axhline(values.mean(), color="0.3", ls="--", lw=1)
-        axes.annotate(f"mean {values.mean():.4f}", (0, values.mean()), va="bottom", fontsize=10,
-                      color="0.2")  # fmt: skip
+        mean = f"mean {values.mean():.4f}"
+        axes.axhline(values.mean(), color="0.3", ls="--", lw=1, label=mean)
         axes.set_yscale("log")
         axes.set_xlabel("token, text after text")
         axes.set_ylabel(METRICS[metric][0])
-        if len(texts) <= 8:
-            figure.legend(loc="outside lower center", ncols=len(texts), fontsize=9)
+        figure.legend(loc="outside lower center", ncols=6, fontsize=9)
     return figure
 
 
@@ -114,7 +113,9 @@ def plot_temperatures(frame: pd.DataFrame, metrics: Sequence[str] = ("kl", "tv")
                 means = np.array([part[metric].mean() for _, part in groups])
                 ends = np.array([bootstrap_interval(p[metric], p["text"]) for _, p in groups])
                 axes.errorbar(
-                    [t for t, _ in groups], means, yerr=np.abs(ends.T - means), color=_PALETTE[i],
+                    # a little apart, so that the intervals can be told apart
+                    [t + 0.02 * (i - (len(variants) - 1) / 2) for t, _ in groups],
+                    means, yerr=np.abs(ends.T - means), color=_PALETTE[i],
                     marker=MARKERS[i], ms=7, lw=1.6, capsize=3,
                     label=variant if axes is panels[0] else None,
                 )  # fmt: skip
@@ -125,25 +126,6 @@ def plot_temperatures(frame: pd.DataFrame, metrics: Sequence[str] = ("kl", "tv")
             if share:
                 axes.yaxis.set_major_formatter(_PERCENT)
         figure.legend(loc="outside lower center", ncols=len(variants), fontsize=10)
-    return figure
-
-
-def plot_predicted_acceptance(rates: pd.DataFrame) -> Figure:
-    """Measured against predicted acceptance (from `acceptance_rates`), one point a position."""
-    with style():
-        figure = Figure(figsize=(5.0, 4.6), layout="constrained")
-        axes = figure.subplots()
-        low = min(float(rates["predicted"].min()), float(rates["measured"].min()))
-        axes.plot([low, 1], [low, 1], color="0.4", ls="--", lw=1.2, label="measured = predicted")
-        axes.scatter(rates["predicted"], rates["measured"], s=26, color=_PALETTE[0], alpha=0.6,
-                     marker="o", linewidth=0, label="a position")  # fmt: skip
-        axes.plot(rates["predicted"].mean(), rates["measured"].mean(), marker="*", ms=16, ls="none",
-                  color=_PALETTE[1], label="mean of all")  # fmt: skip
-        axes.xaxis.set_major_formatter(_PERCENT)
-        axes.yaxis.set_major_formatter(_PERCENT)
-        axes.set_xlabel("predicted: 1 - TV")
-        axes.set_ylabel("measured: share of drafts accepted")
-        axes.legend(loc="upper left", fontsize=10)
     return figure
 
 
@@ -173,7 +155,7 @@ def plot_explorer(frame: pd.DataFrame, metric: str) -> Figure:
     label, share = METRICS[metric]
     with style():
         figure = Figure(figsize=(8.4, 3.6))
-        figure.subplots_adjust(left=0.09, right=0.98, top=0.96, bottom=0.17)
+        figure.subplots_adjust(left=0.1, right=0.98, top=0.96, bottom=0.17)
         axes = figure.subplots()
         if metric == "top1_match":
             means = [frame.loc[frame["variant"] == v, metric].mean() for v in variants]

@@ -20,7 +20,6 @@ from quasar_lab.plots_fidelity import (
     plot_explorer,
     plot_fidelity,
     plot_margins,
-    plot_predicted_acceptance,
     plot_temperatures,
     plot_tokens,
 )
@@ -118,9 +117,6 @@ def test_pictures_draw_the_table(frame) -> None:
     assert sum(len(part.get_offsets()) for part in margins.collections) == len(one)
     panels = plot_temperatures(frame).axes
     assert [axes.get_xlabel() for axes in panels] == ["temperature"] * 2
-    rates = pd.DataFrame({"predicted": [0.9, 0.8], "measured": [0.95, 0.7]})
-    acceptance = plot_predicted_acceptance(rates).axes[0]
-    assert np.allclose(acceptance.collections[0].get_offsets(), [[0.9, 0.95], [0.8, 0.7]])
     bars = plot_distances({"a": {"x": 0.1, "y": 0.2}, "b": {"x": 0, "y": 0.1}}).axes[0]
     assert sorted(patch.get_width() for patch in bars.patches) == [0, 0.1, 0.1, 0.2]
 

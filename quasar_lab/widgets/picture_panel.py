@@ -72,5 +72,7 @@ def numbers_html(table: pd.DataFrame) -> str:
 
 def _number(value: object) -> str:
     if isinstance(value, float):
-        return "–" if value != value else f"{value:.3g}"
+        if value != value:
+            return "–"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
