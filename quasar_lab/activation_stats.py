@@ -10,6 +10,9 @@ from torch import Tensor
 from quasar_lab.errors import UserError
 from quasar_lab.structure import describe
 
+# Rows of all batches on which scales are judged: more cost time and gain nothing measurable.
+SPREAD_SAMPLE_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationStats:
@@ -18,13 +21,15 @@ class ActivationStats:
     min, max: fp32[C], over all tokens; sigma: fp32 scalar, the largest over batches of the
     unbiased standard deviation of x - center (all tokens and channels of the batch together, the
     center being that of the tokens seen so far); sample: the inputs X0[N0, C] of the first batch;
-    num_tokens: how many rows were seen.
+    spread_sample: fp32[R, C], up to 128 rows drawn evenly from all batches; num_tokens: how many
+    rows were seen.
     """
 
     min: Float32[Tensor, "C"]
     max: Float32[Tensor, "C"]
     sigma: Float32[Tensor, ""]
     sample: Float32[Tensor, "N0 C"]
+    spread_sample: Float32[Tensor, "R C"]
     num_tokens: int
 
     @property
@@ -75,6 +80,7 @@ class Accumulator:
     def __init__(self, max_sample_tokens: int | None) -> None:
         self.max_sample_tokens = max_sample_tokens
         self.num_tokens = 0
+        self.generator = torch.Generator().manual_seed(0)
 
     def update(self, x: Float[Tensor, "*rows C"], *, where: str) -> None:
         if x.numel() == 0:
@@ -90,6 +96,7 @@ class Accumulator:
             self.min, self.max = low, high
             self.sigma = torch.zeros((), device=x.device)
             self.sample = x[: self.max_sample_tokens].clone()
+            self.spread_sample, self.keys = x[:0].clone(), torch.empty(0)
         elif len(low) != len(self.min):
             raise UserError(f"{where}: {len(low)} channels, earlier batches had {len(self.min)}")
         else:
@@ -97,9 +104,19 @@ class Accumulator:
         if x.numel() > 1:
             spread = (x - (self.max + self.min) / 2).std()
             self.sigma = torch.maximum(self.sigma, spread)
+        self._draw(x)
         self.num_tokens += len(x)
+
+    def _draw(self, x: Float32[Tensor, "rows C"]) -> None:
+        """Keep the rows with the smallest of random keys: each row seen is as likely as another."""
+        keys = torch.cat([self.keys, torch.rand(len(x), generator=self.generator)])
+        kept = keys.argsort()[:SPREAD_SAMPLE_ROWS].sort().values
+        self.keys = keys[kept]
+        self.spread_sample = torch.cat([self.spread_sample, x])[kept.to(x.device)]
 
     def result(self) -> ActivationStats:
         if self.num_tokens == 0:
             raise UserError("no batches to take statistics of: pass at least one")
-        return ActivationStats(self.min, self.max, self.sigma, self.sample, self.num_tokens)
+        return ActivationStats(
+            self.min, self.max, self.sigma, self.sample, self.spread_sample, self.num_tokens
+        )

@@ -44,10 +44,10 @@ def search_alpha(
     """(alpha, scale) of the smallest `w8a8_error` on the sample; (None, ones): nothing helps."""
     best_alpha: float | None = None
     best_scale = torch.ones_like(weight_absmax)
-    best_error = w8a8_error(stats.sample, weights, best_scale)
+    best_error = w8a8_error(stats.spread_sample, weights, best_scale)
     for alpha in alphas:
         scale = smoothquant_scale(stats.absmax, weight_absmax, alpha)
-        error = w8a8_error(stats.sample, weights, scale)
+        error = w8a8_error(stats.spread_sample, weights, scale)
         if error < best_error:
             best_alpha, best_scale, best_error = alpha, scale, error
     return best_alpha, best_scale

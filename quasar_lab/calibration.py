@@ -40,7 +40,7 @@ MAX_RECORDED_TOKENS = 4096
 
 
 _FORMAT = "quasar-lab calibration 1"
-_TENSORS = ("min", "max", "sigma", "sample")
+_TENSORS = ("min", "max", "sigma", "sample", "spread_sample")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ one linear at a time; `fold_model` applies it to a float copy, for study.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -77,12 +77,10 @@ def pooled_stats(stats: ActivationStats, group: SmoothingGroup, name: str) -> Ac
         )
     if group.repeats == 1:
         return stats
-    return ActivationStats(
-        -group.expand(group.pool(-stats.min)),
-        group.expand(group.pool(stats.max)),
-        stats.sigma,
-        stats.sample,
-        stats.num_tokens,
+    return replace(
+        stats,
+        min=-group.expand(group.pool(-stats.min)),
+        max=group.expand(group.pool(stats.max)),
     )
 
 

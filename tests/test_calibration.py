@@ -10,6 +10,7 @@ from tiny_models import FAMILIES, VOCAB, tiny_model
 from transformers import BatchEncoding
 
 from quasar_lab import ActivationStats, UserError, calibrate
+from quasar_lab.activation_stats import SPREAD_SAMPLE_ROWS
 from quasar_lab.calibration import CalibrationStats, observe
 from quasar_lab.structure import linear_layers
 
@@ -19,7 +20,10 @@ def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_same(a: ActivationStats, b: ActivationStats, *, rtol: float = 0.0) -> None:
-    for field in ("min", "max", "absmax", "center_absmax", "threshold", "sigma", "sample"):
+    for field in (
+        *("min", "max", "absmax", "center_absmax", "threshold", "sigma"),
+        *("sample", "spread_sample"),
+    ):
         torch.testing.assert_close(getattr(a, field), getattr(b, field), rtol=rtol, atol=rtol)
     assert a.num_tokens == b.num_tokens
 
@@ -50,6 +54,19 @@ def test_statistics_of_several_batches():
     assert float(stats.sigma) == pytest.approx(max(spreads), rel=1e-6)
     np.testing.assert_allclose(stats.sample, first, rtol=1e-6)
     assert stats.num_tokens == 18
+
+
+def test_the_spread_sample_is_even():
+    """Guards the rows on which scales are judged: from all batches alike, the same every time."""
+    batches = [torch.full((50, 1), float(index)) for index in range(40)]
+    stats = ActivationStats.from_batches(batches)
+    rows = stats.spread_sample.flatten()
+    assert len(rows) == SPREAD_SAMPLE_ROWS == 128
+    # of 128 rows out of 40 batches 64 are expected in each half, with a deviation of 5.5
+    assert abs(int((rows < 20).sum()) - 64) < 5 * 5.5
+    assert len(rows.unique()) > 30  # 38.4 +- 1.2 of 40 batches are expected
+    assert torch.equal(rows, ActivationStats.from_batches(batches).spread_sample.flatten())
+    assert len(ActivationStats.from_batches(batches[:1]).spread_sample) == 50
 
 
 def test_the_sample_is_a_copy():
@@ -238,10 +255,13 @@ def test_memory_does_not_grow_with_the_text(tiny_llama):
 
     def size(stats: CalibrationStats) -> int:
         distinct = {id(s): s for s in stats.values()}.values()
-        return sum(s.min.numel() + s.max.numel() + s.sample.numel() for s in distinct)
+        return sum(
+            s.min.numel() + s.max.numel() + s.sample.numel() + s.spread_sample.numel()
+            for s in distinct
+        )
 
     batches = [token_ids(50, seed=seed) for seed in range(41)]
-    short = calibrate(tiny_llama, batches[:1], max_sample_tokens=16)
+    short = calibrate(tiny_llama, batches[:3], max_sample_tokens=16)
     long = calibrate(tiny_llama, batches, max_sample_tokens=16)
     assert size(short) == size(long)
     assert len(long["lm_head"].sample) == 16
