@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
 from quasar_lab.errors import UserError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # A longer prompt goes through in pieces, so that its attention scores stay small.
 PREFILL_CHUNK = 1024
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # The KV cache takes its memory at once: without a wish, no more than this many tokens.
 DEFAULT_MAX_LENGTH = 4096
@@ -127,7 +130,7 @@ class FastDecoder:
     def from_model(
         cls, model: Any, max_length: object = None, *, engine: str = "auto"
     ) -> "FastDecoder":
-        """Take over a loaded Hugging Face model (full precision, or with W8A8 linears).
+        """Take over a loaded Hugging Face model (full precision or W8A8), or what `load` gives.
 
         The model's q, k, v and gate, up weights become views of fused matrices: no second copy,
         and the model itself keeps working. max_length (tokens) sizes the KV cache; the default is
@@ -135,6 +138,9 @@ class FastDecoder:
         for short steps as one compiled function (CPU, float32), "auto" for fused where it works.
         Raises UserError for an architecture it does not know; `HuggingFaceTarget` runs those.
         """
+        inner = getattr(model, "model", None)
+        if isinstance(inner, PreTrainedModel) and not isinstance(model, PreTrainedModel):
+            model = inner  # what `load` returned
         weights = read_weights(model)
         limit = weights.rope_limit
         if max_length is None:
@@ -179,12 +185,15 @@ class FastDecoder:
         self.length -= n
 
     def _checked(self, ids: object) -> Tensor:
-        tokens = torch.as_tensor(ids, device=self.device)
+        try:
+            tokens = torch.as_tensor(ids, device=self.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"ids are a {type(ids).__name__}: expected [M] whole numbers") from None
         if tokens.ndim == 2:
             raise UserError(
                 f"a batch of {tokens.shape[0]} sequences: the decoder runs one, ids of shape [M]"
             )
-        if tokens.ndim != 1 or len(tokens) == 0 or tokens.is_floating_point():
+        if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype not in _WHOLE:
             shape, dtype = list(tokens.shape), str(tokens.dtype).removeprefix("torch.")
             raise UserError(f"ids of shape {shape} and type {dtype}: expected [M] whole numbers")
         total = self.length + len(tokens)

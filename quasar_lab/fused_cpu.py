@@ -51,7 +51,8 @@ class FusedStep:
 
     keys, values: [layers, kv_heads, max_length, head_dim]; cos, sin: [max_length, head_dim]; all
     float32 and contiguous. The step writes the new keys and values into the cache. float32, int8:
-    names of fused.linear_tile.FORMATS; None: the best of this processor.
+    names of fused.linear_tile.FORMATS; None: the best of this processor. The first on a machine
+    takes ten seconds to compile.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FusedStep:
     ) -> None:
         self.max_tokens = MAX_TOKENS
         self._formats = (float32 or best_float_format(), int8 or best_instruction_set())
+        self._kernel = compiled_step(*self._formats)
         self._vocab = weights.embed.shape[0]
         self._threads = 0
         self._kept: list[object] = [weights, keys, values, cos, sin]
@@ -131,7 +133,7 @@ class FusedStep:
         step["ids"], step["num_tokens"] = ids.data_ptr(), len(ids)
         step["start"], step["num_logits"] = start, num_logits
         step["head"]["matrices"]["out"][0] = logits.data_ptr()
-        openmp.run(compiled_step(*self._formats), [self._record.ctypes.data])
+        openmp.run(self._kernel, [self._record.ctypes.data])
         return logits
 
     def _make_room_for_threads(self, threads: int) -> None:

@@ -7,7 +7,10 @@ import torch
 from tiny_models import VOCAB, tiny_model
 
 from quasar_lab.decoder import PREFILL_CHUNK, FastDecoder
+from quasar_lab.decoding import generate
+from quasar_lab.drafting import NGramDrafter
 from quasar_lab.errors import UserError
+from quasar_lab.targets import HuggingFaceTarget
 
 ROPE = {
     "linear": dict(rope_type="linear", rope_theta=10_000.0, factor=4.0),
@@ -157,6 +160,8 @@ def test_the_context_can_be_filled_to_its_last_token():
         ([[1, 2], [3, 4]], "batch of 2"),
         ([], r"shape \[0\]"),
         ([1.5], "float32"),
+        ([True, False], "bool"),
+        ("text", "a str"),
         ([[[1]]], r"shape \[1, 1, 1\]"),
         ([3, VOCAB], f"token id {VOCAB}: the vocabulary is 0 to {VOCAB - 1}"),
         ([-1, 3], "token id -1"),
@@ -168,7 +173,7 @@ def test_wrong_ids_are_told_in_one_line_and_change_nothing(ids, words, tiny_llam
     decoder = FastDecoder.from_model(tiny_llama, max_length=32)
     decoder.forward(torch.tensor([5, 6]))
     with pytest.raises(UserError, match=words) as error:
-        decoder.forward(torch.tensor(ids))
+        decoder.forward(ids)
     assert "\n" not in str(error.value)
     assert decoder.length == 2
 
@@ -273,6 +278,18 @@ def test_end_of_sequence_ids_come_from_the_generation_settings():
     assert FastDecoder.from_model(model).eos_token_ids == (2,)
     model.config.eos_token_id = None
     assert FastDecoder.from_model(model).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", ["qwen3", "mistral_sliding"])
+def test_speculative_text_is_plain_text(family, dtype):
+    """Case 7: for the decoder's own rollbacks, chunked steps and limited logits."""
+    model = tiny_model(family, dtype=dtype)
+    prompt = random_ids(5) * 4
+    plain = generate(HuggingFaceTarget(model), prompt, max_new_tokens=60).tokens
+    decoder = FastDecoder.from_model(model, max_length=100)
+    for drafter in (None, NGramDrafter(num_draft_tokens=3), NGramDrafter(num_draft_tokens=9)):
+        assert generate(decoder, prompt, drafter=drafter, max_new_tokens=60).tokens == plain
 
 
 @pytest.mark.real_model

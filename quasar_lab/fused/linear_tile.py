@@ -34,7 +34,7 @@ class TileFormat:
 
     step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose 4 sums a
     row and operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
-    weight_bytes, input_bytes: of one number; mix_vectors: see mix_tile; int8: None for float32.
+    weight_bytes, input_bytes: of one number; int8: None for float32.
     """
 
     name: str
@@ -43,7 +43,6 @@ class TileFormat:
     max_rows: int
     weight_bytes: int = 4
     input_bytes: int = 4
-    mix_vectors: int = 4
     int8: InstructionSet | None = None
 
 
@@ -53,7 +52,7 @@ FORMATS = {
     each.name: each
     for each in (
         TileFormat("float16", 16, 16, 6),  # a float32 format's name says how many lanes
-        TileFormat("float8", 8, 8, 3, mix_vectors=2),
+        TileFormat("float8", 8, 8, 2),
         TileFormat("float4", 4, 4, 6),
         *(
             TileFormat(name, isa.step, isa.lanes, _INT8_ROWS[name], 1, 1 + isa.widens, int8=isa)

@@ -11,17 +11,19 @@ from numba.extending import intrinsic
 from quasar_lab.fused.emitter import F32, Emitter, constant
 from quasar_lab.fused.linear_tile import FORMATS
 
+# Of values: with max_rows they fill the registers as the 4 columns of a linear tile do.
+VECTORS = 4
+
 
 @intrinsic(prefer_literal=True)
-def mix_tile(typingctx, name, single, rows, p, p_stride, v, v_stride, steps, out, out_stride):  # type: ignore[no-untyped-def]
+def mix_tile(typingctx, name, vectors, rows, p, p_stride, v, v_stride, steps, out, out_stride):  # type: ignore[no-untyped-def]
     """out[r, :] = sum of p[r, s] * v[s, :] over s < steps, for a few vectors of each row.
 
-    name (of a float32 format) and single are constants: 0 for the format's mix_vectors, 1 for one
-    vector. rows is 1 to max_rows; p, v and out are addresses of float32 numbers, strides in bytes.
+    name (of a float32 format) and vectors (VECTORS or 1) are constants, rows is 1 to the format's
+    max_rows; p, v and out are addresses of float32 numbers, strides are in bytes.
     """
-    kind = FORMATS[name.literal_value]
-    num_vectors = 1 if single.literal_value else kind.mix_vectors
-    signature = types.void(name, single, *[types.int64] * 8)
+    kind, num_vectors = FORMATS[name.literal_value], vectors.literal_value
+    signature = types.void(name, vectors, *[types.int64] * 8)
 
     def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
         rows, p, p_stride, v, v_stride, steps, out, out_stride = args[2:]

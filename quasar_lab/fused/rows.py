@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 
 from quasar_lab.fused.linear_tile import COLUMNS, format_number, linear_tile
-from quasar_lab.fused.mix_tile import mix_tile
+from quasar_lab.fused.mix_tile import VECTORS, mix_tile
 from quasar_lab.int8_gemm.cpu import pointer
 
 _f32 = types.float32
@@ -174,11 +174,11 @@ def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, weight_scale
 def mix(name, p, p_stride, rows, v, steps, out, head_dim):  # type: ignore[no-untyped-def]
     """out[r] = sum_s p[r, s] v[s] for at most max_rows rows; v, out: rows of head_dim numbers."""
     numba.literally(name)
-    lanes, vectors = format_number(name, "lanes"), format_number(name, "mix_vectors")
-    stride, done = 4 * head_dim, 0
-    while done + vectors * lanes <= head_dim:
-        mix_tile(name, 0, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done, stride)
-        done += vectors * lanes
+    lanes, stride, done = format_number(name, "lanes"), 4 * head_dim, 0
+    while done + VECTORS * lanes <= head_dim:
+        mix_tile(name, VECTORS, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done,
+                 stride)  # fmt: skip
+        done += VECTORS * lanes
     while done + lanes <= head_dim:
         mix_tile(name, 1, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done, stride)
         done += lanes
