@@ -64,16 +64,15 @@ def generate(
     tokenizer = getattr(target, "tokenizer", None) if tokenizer is None else tokenizer
     strings = check_stop_strings(stop_strings, tokenizer)
     verifier = as_target(target)
-    eos = eos_ids(eos_token_id, verifier)
-    check_separate(drafter, verifier)
+    check_drafter(drafter, verifier, tokenizer)
+    tiers = [verifier]
     if confirm_with is not None:
-        first_tier = ModelDrafter(
-            verifier, check_whole("confirm_every", confirm_every), drafter=drafter
-        )
+        block = check_whole("confirm_every", confirm_every)
+        drafter = ModelDrafter(verifier, block, drafter=drafter)
         verifier = as_target(confirm_with)
-        eos = eos_ids(eos_token_id, verifier, first_tier.target)
-        check_separate(first_tier, verifier)
-        drafter = first_tier
+        check_drafter(drafter, verifier)
+        tiers.insert(0, verifier)
+    eos = eos_ids(eos_token_id, *tiers)
     prompt = prompt_to_ids(prompt_ids, getattr(verifier, "vocab_size", None))
     room, reason = room_for(budget, len(prompt), getattr(verifier, "max_length", None))
     if hasattr(verifier, "reserve"):
@@ -120,15 +119,30 @@ def room_for(budget: int, prompt_length: int, limit: int | None) -> tuple[int, s
     return limit - prompt_length, "context_length"
 
 
-def check_separate(drafter: Any, target: Target) -> None:
-    """UserError if a drafter decodes with the very object that verifies: one cache, two texts."""
-    while drafter is not None:
-        if getattr(drafter, "target", None) is target:
+def check_drafter(drafter: Any, target: Target, tokenizer: Any = None) -> None:
+    """UserError for what is no drafter, has another tokenizer, or decodes with the target itself.
+
+    The very object that verifies cannot draft as well: one KV cache would hold two texts.
+    """
+    if drafter is None:
+        return
+    methods = ("reset", "propose", "extend")
+    if isinstance(drafter, type) or not all(hasattr(drafter, name) for name in methods):
+        name = drafter.__name__ if isinstance(drafter, type) else type(drafter).__name__
+        raise UserError(
+            f"drafter is {'the class ' * isinstance(drafter, type)}{name}: it must be an object "
+            "with reset, propose and extend, such as NGramDrafter()"
+        )
+    if tokenizer is not None and hasattr(drafter, "check_tokenizer"):
+        drafter.check_tokenizer(tokenizer)
+    inner = drafter
+    while inner is not None:
+        if getattr(inner, "target", None) is target:
             raise UserError(
                 f"drafter and target are the same {type(target).__name__} and would overwrite each "
                 "other's KV cache: build a second one (the model itself can be shared)"
             )
-        drafter = getattr(drafter, "drafter", None)
+        inner = getattr(inner, "drafter", None)
 
 
 def prompt_to_ids(prompt_ids: object, vocab_size: int | None) -> list[int]:

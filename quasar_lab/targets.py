@@ -62,7 +62,7 @@ class HuggingFaceTarget:
         _refuse_unsupported(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = self.config.vocab_size
         self.max_length: int | None = max_length or getattr(
             self.config, "max_position_embeddings", None
         )

@@ -437,6 +437,38 @@ def test_one_object_cannot_draft_and_verify(tiny_llama):
         generate(target, PROMPT, confirm_with=target)
 
 
+@pytest.mark.parametrize("drafter", [NGramDrafter, "ngram", object(), [1, 2]])
+def test_what_is_no_drafter_is_told(tiny_llama, drafter):
+    """A class instead of an object is the likeliest slip."""
+    with pytest.raises(UserError, match=r"drafter is .*NGramDrafter\(\)"):
+        generate(tiny_llama, PROMPT, drafter=drafter)
+
+
+def test_tokenizers_that_are_known_are_compared(tiny_llama):
+    """Models out of load() bring theirs along: nobody has to remember to compare them."""
+
+    class Tokenizer:
+        def __init__(self, *tokens):
+            self.vocab = {token: index for index, token in enumerate(tokens)}
+
+        def get_vocab(self):
+            return self.vocab
+
+    class Loaded:
+        model = tiny_llama
+
+        def __init__(self, tokenizer):
+            self.tokenizer = tokenizer
+
+    target = Loaded(Tokenizer("a", "b"))
+    for wrap in (lambda drafter: drafter, AdaptiveDrafter):
+        same = wrap(ModelDrafter(Loaded(Tokenizer("a", "b"))))
+        assert len(generate(target, PROMPT, drafter=same, max_new_tokens=3).tokens) == 3
+        other = wrap(ModelDrafter(Loaded(Tokenizer("b", "a"))))
+        with pytest.raises(UserError, match="tokenizer differs"):
+            generate(target, PROMPT, drafter=other, max_new_tokens=3)
+
+
 # ---------------------------------------------------------------- prompts
 
 
@@ -773,6 +805,31 @@ def test_lossless_ends_where_plain_decoding_ends(tiny_llama, greedy_text):
     for wrong in (0, 1.5):
         with pytest.raises(UserError, match="confirm_every"):
             generate(disturbed, PROMPT, confirm_with=tiny_llama, confirm_every=wrong)
+
+
+@pytest.mark.real_model
+def test_lossless_on_the_real_model(real_model):
+    """135M parameters in float32: the W8A8 tier is overruled now and then, the text is exact.
+
+    Verification sums in another order than plain decoding: a difference between two logits below
+    1e-3 can go either way. Anything larger is a bug.
+    """
+    from quasar_lab import FastDecoder, QuantizationConfig, load_task, quantize
+
+    exact = FastDecoder.from_model(real_model.model, max_length=1024)
+    w8a8 = quantize(real_model.model, config=QuantizationConfig(smoothing="none"))
+    target = FastDecoder.from_model(w8a8, max_length=1024)
+    overruled = 0
+    for task in ("gsm8k", "humaneval"):
+        prompt = real_model.encode_chat(load_task(task, limit=1)[0].turns[0])
+        plain = generate(exact, prompt, max_new_tokens=48)
+        result = generate(
+            target, prompt, drafter=NGramDrafter(), confirm_with=exact, max_new_tokens=48
+        )
+        found = first_divergence(exact, prompt.tolist(), result.tokens, plain.tokens)
+        assert found is None or found.margin < 1e-3, found
+        overruled += result.overruled
+    assert overruled > 0
 
 
 # ---------------------------------------------------------------- metrics

@@ -20,6 +20,7 @@ from quasar_lab.drafting import (
 from quasar_lab.drafting.adaptive import line_through
 from quasar_lab.drafting.layer_skip import chosen_layers, with_layers
 from quasar_lab.drafting.model import check_same_tokenizer
+from quasar_lab.drafting.suffix import SuffixAutomaton
 from quasar_lab.errors import UserError
 from quasar_lab.sampling import SamplingConfig, probabilities
 from quasar_lab.targets import HuggingFaceTarget
@@ -205,13 +206,13 @@ def test_a_loop_is_continued_round_its_period():
     assert proposal(SuffixDrafter(), [7] * 10, 4) == [7] * 4
 
 
-def test_one_repeated_token_costs_no_more_than_any_text():
+def test_one_repeated_token_changes_no_more_than_any_text():
     """aaaa... has as many matched suffixes as tokens: updating all of them would be quadratic."""
-    drafter = SuffixDrafter()
-    began = time.perf_counter()
-    drafter.reset([5] * 20_000)
-    assert time.perf_counter() - began < 5
-    assert drafter.automaton.match_length == 19_999
+    automaton = SuffixAutomaton()
+    for _ in range(3000):
+        automaton.append(5)
+    assert automaton.match_length == 2999
+    assert max(len(changes) for _, changes in automaton._changes) < 40
 
 
 @pytest.mark.parametrize(
@@ -245,19 +246,31 @@ def test_a_model_drafts_its_own_greedy_text(tiny_llama):
         text.append(11)
 
 
+def test_proposing_twice_proposes_the_same(tiny_llama):
+    """A draft that nobody took is not part of the text."""
+    drafter = ModelDrafter(tiny_llama, num_draft_tokens=4)
+    first = proposal(drafter, [3, 1, 4])
+    assert drafter.propose(4).tokens.tolist() == first
+    drafter.extend(first[:1])
+    assert drafter.propose(4).tokens.tolist()[:3] == first[1:]
+
+
 def test_sampled_drafts_come_with_the_q_they_were_drawn_from(tiny_llama):
     """q must be the drafter's distribution under the same SamplingConfig, penalty included."""
     config = SamplingConfig(temperature=0.8, top_k=10, repetition_penalty=1.3, seed=0)
     drafter = ModelDrafter(tiny_llama, num_draft_tokens=3)
     drafter.prepare(config, config.generator(), VOCAB, ())
-    prompt = [3, 1, 4]
-    drafter.reset(prompt)
-    draft = drafter.propose(3)
-    tokens = draft.tokens.tolist()
-    logits = tiny_llama(torch.tensor([prompt + tokens])).logits[0, 2:5]
-    expected = probabilities(logits, config, prompt, draft_tokens=tokens[:2])
-    torch.testing.assert_close(draft.probs, expected, rtol=1e-4, atol=1e-6)
-    assert (draft.probs.gather(1, draft.tokens[:, None]) > 0).all()
+    text = [3, 1, 4]
+    drafter.reset(text)
+    for emitted in ([9], [8, 9], [7]):  # drafts that were turned down leave no trace in q
+        draft = drafter.propose(3)
+        tokens = draft.tokens.tolist()
+        logits = tiny_llama(torch.tensor([text + tokens])).logits[0, len(text) - 1 : -1]
+        expected = probabilities(logits, config, text, draft_tokens=tokens[:2])
+        torch.testing.assert_close(draft.probs, expected, rtol=1e-4, atol=1e-6)
+        assert (draft.probs.gather(1, draft.tokens[:, None]) > 0).all()
+        drafter.extend(emitted)
+        text += emitted
 
 
 def test_drafts_end_at_the_end_token(tiny_llama):
@@ -344,6 +357,21 @@ def test_a_view_with_fewer_layers(family, layers):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     target.rollback(10)
     torch.testing.assert_close(target.forward(ids[10:]), expected[10:], rtol=1e-4, atol=1e-4)
+
+
+def test_each_layer_keeps_its_kind_of_attention():
+    """Where only some layers have a sliding window, the layers kept must keep theirs."""
+    model = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert model.config.layer_types == ["full_attention"] + ["sliding_attention"] * 2
+    view = with_layers(model, (0, 2))
+    assert view.config.layer_types == ["full_attention", "sliding_attention"]
+    assert view.model.config is view.config
+    ids = torch.arange(30)
+    for each in (model, view):
+        target = HuggingFaceTarget(each)
+        ours = torch.cat([target.forward(piece) for piece in ids.split([1, 14, 15])])
+        expected = each(ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_model_keeps_its_layers(tiny_llama):

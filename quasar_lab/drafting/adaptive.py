@@ -6,6 +6,8 @@ is the chance that the i-th draft is accepted if all before it were (Leviathan e
 the drafting of k. Both are learned while decoding; the best k is the one with the best ratio.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,21 +93,21 @@ class AdaptiveDrafter:
         if hasattr(self.drafter, "observe"):
             self.drafter.observe(step)
 
-    def acceptance_rate(self, position: int) -> float:
-        """The chance that draft `position` (from 0) is accepted if those before it were.
+    def acceptance_rates(self) -> list[float]:
+        """For each position the chance that its draft is accepted if those before it were.
 
         Few observations are completed by the rate over all positions, and none at all by 1/2.
         """
         overall = (sum(self._accepted) + 1) / (sum(self._tested) + 2)
-        return (self._accepted[position] + 2 * overall) / (self._tested[position] + 2)
+        return [
+            (accepted + 2 * overall) / (tested + 2)
+            for accepted, tested in zip(self._accepted, self._tested, strict=True)
+        ]
 
-    def expected_tokens(self, length: int) -> float:
-        """Tokens that a step with this many drafts emits on average."""
-        expected = reached = 1.0
-        for position in range(length):
-            reached *= self.acceptance_rate(position)
-            expected += reached
-        return expected
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a step with 0, 1, ... max_draft_tokens drafts emits on average."""
+        reached = itertools.accumulate(self.acceptance_rates(), operator.mul)
+        return list(itertools.accumulate(reached, initial=1.0))
 
     def step_cost(self, length: int) -> float:
         """What a step with this many drafts costs, given or measured."""
@@ -122,8 +124,10 @@ class AdaptiveDrafter:
 
     def best_length(self) -> int:
         """The number of drafts with the most expected tokens per unit of cost; smallest of ties."""
-        lengths = range(self.max_draft_tokens + 1)
-        return max(lengths, key=lambda k: (self.expected_tokens(k) / self.step_cost(k), -k))
+        speeds = [
+            tokens / self.step_cost(length) for length, tokens in enumerate(self.expected_tokens())
+        ]
+        return speeds.index(max(speeds))
 
     def __repr__(self) -> str:
         return f"AdaptiveDrafter({self.drafter!r}, max_draft_tokens={self.max_draft_tokens})"

@@ -24,8 +24,8 @@ class ModelDrafter:
     Args:
         model: a Target, a Hugging Face causal language model, or what `load` returned.
         num_draft_tokens: so many tokens are proposed at most.
-        tokenizer, target_tokenizer: compared when both are known; tokenizer defaults to the
-            model's own where `load` returned it. Without them the vocabulary sizes must agree.
+        tokenizer, target_tokenizer: compared when both are known; where `load` returned the
+            models they are. Without them the vocabulary sizes must agree.
         drafter: a drafter for this model, so that it decodes speculatively itself.
 
     Under a SamplingConfig with a temperature the tokens are sampled and `probs` is q; at
@@ -45,10 +45,10 @@ class ModelDrafter:
     ) -> None:
         self.num_draft_tokens = check_whole("num_draft_tokens", num_draft_tokens)
         self.target = as_target(model)
-        tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-        self._same_tokenizer = tokenizer is not None and target_tokenizer is not None
-        if self._same_tokenizer:
-            check_same_tokenizer(tokenizer, target_tokenizer)
+        self.tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+        self._compared_with: Any = None
+        if target_tokenizer is not None:
+            self.check_tokenizer(target_tokenizer)
         self.drafter = drafter
         self._max_length = getattr(self.target, "max_length", None) or sys.maxsize
         self.prepare(SamplingConfig(), SamplingConfig().generator(), None, ())
@@ -63,7 +63,7 @@ class ModelDrafter:
         """Sample as the target does; drafts end at its end-of-sequence tokens."""
         own_size = getattr(self.target, "vocab_size", None)
         both_known = own_size is not None and vocab_size is not None
-        if both_known and own_size != vocab_size and not self._same_tokenizer:
+        if both_known and own_size != vocab_size and self._compared_with is None:
             raise UserError(
                 f"the drafter's vocabulary has {own_size} tokens and the target's {vocab_size}: "
                 "use a drafter with the same tokenizer, or pass tokenizer= and target_tokenizer= "
@@ -75,6 +75,12 @@ class ModelDrafter:
         )
         self._known = 0  # tokens of the sequence that were really emitted; drafts follow them
         self.steps: list[Step] = []
+
+    def check_tokenizer(self, target_tokenizer: Any) -> None:
+        """UserError unless the target's tokenizer is this model's, as far as that is known."""
+        if self.tokenizer is not None and target_tokenizer is not self._compared_with:
+            check_same_tokenizer(self.tokenizer, target_tokenizer)
+            self._compared_with = target_tokenizer
 
     def reset(self, prompt_ids: Any) -> None:
         """Start over on the prompt (a list or an integer tensor)."""
@@ -136,6 +142,8 @@ class ModelDrafter:
 
 def check_same_tokenizer(tokenizer: Any, target_tokenizer: Any) -> None:
     """UserError unless both give every token the same number."""
+    if tokenizer is target_tokenizer:
+        return
     own, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
     if own == target:
         return
