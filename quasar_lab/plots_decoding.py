@@ -8,6 +8,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from quasar_lab.generation import Generation
 from quasar_lab.plots import MARKERS, style
@@ -68,8 +69,10 @@ def plot_acceptance_check(table: pd.DataFrame, what: str) -> Figure:
             predicted, measured, yerr=error, fmt="o", color=sns.color_palette("colorblind")[0],
             ecolor="0.65", ms=7, capsize=3, label="measured, ± 2 standard errors",
         )  # fmt: skip
-        axes.set_xlim(-0.03, 1.03)
-        axes.set_ylim(-0.03, 1.03)
+        low = min(predicted.min(), (measured - error).min()) - 0.05
+        low = low if low > 0.2 else -0.03  # zoomed in on where the points are
+        axes.set_xlim(low, 1.03)
+        axes.set_ylim(low, 1.03)
         axes.set_xlabel(what)
         axes.set_ylabel("share of draws accepted")
         axes.legend(fontsize=10, loc="upper left")
@@ -106,6 +109,7 @@ def plot_trace(trace: Trace | Generation, max_steps: int = 60) -> Figure:
                 facecolor=colors[color] if filled else "none", edgecolor=colors[color],
             )  # fmt: skip
         axes.set_xlim(0, len(steps) + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         highest = max(y for pairs in places.values() for _, y in pairs)
         axes.set_ylim(0.4, highest + 0.6)
         axes.set_yticks(range(1, highest + 1))
@@ -118,20 +122,24 @@ def plot_trace(trace: Trace | Generation, max_steps: int = 60) -> Figure:
 def plot_curves(
     table: pd.DataFrame,
     x: str,
-    panels: Sequence[tuple[str, str]],
+    panels: Sequence[tuple[str, str, float | None]],
     by: str,
     x_label: str,
     *,
-    baseline: float | None = None,
     log_x: bool = False,
 ) -> Figure:
-    """Lines over a setting, one panel for each (column, label), one line for each value of `by`."""
+    """Lines over a setting x, one for each value of the column `by`.
+
+    panels: (column, label, baseline) of each; a dashed line marks the baseline unless it is None.
+    """
     names = list(dict.fromkeys(table[by]))
     colors = sns.color_palette("colorblind")
     with style():
-        figure = Figure(figsize=(4.9 * len(panels) + 0.4, 4.2), layout="constrained")
+        figure = Figure(figsize=(3.6 * len(panels) + 1.6, 3.9), layout="constrained")
         all_axes: Any = figure.subplots(1, len(panels), squeeze=False)[0]
-        for panel, (axes, (column, label)) in enumerate(zip(all_axes, panels, strict=True)):
+        for panel, (axes, (column, label, baseline)) in enumerate(
+            zip(all_axes, panels, strict=True)
+        ):
             for i, name in enumerate(names):
                 line = table[table[by] == name].dropna(subset=[column]).sort_values(x)
                 axes.plot(

@@ -6,8 +6,7 @@ import threading
 import pytest
 import torch
 
-from quasar_lab import ModelDrafter, NGramDrafter, SamplingConfig, UserError, generate
-from quasar_lab.targets import HuggingFaceTarget
+from quasar_lab import Draft, NGramDrafter, SamplingConfig, UserError, generate, reprice
 from quasar_lab.widgets.panel import Panel
 from quasar_lab.widgets.replayer import Replayer, replay_html
 
@@ -24,10 +23,9 @@ PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 
 @pytest.fixture(scope="module")
 def trace(tiny_llama):
-    """Sampled, with accepted, rejected and untested drafts (a model drafts for itself, hotter)."""
-    drafter = ModelDrafter(HuggingFaceTarget(tiny_llama), num_draft_tokens=3)
+    """Sampled, with accepted, rejected and untested drafts."""
     return generate(
-        HuggingFaceTarget(tiny_llama), PROMPT, drafter=Shuffled(drafter),
+        tiny_llama, PROMPT, drafter=Shuffled(),
         sampling=SamplingConfig(temperature=1.0, seed=3), max_new_tokens=24, eos_token_id=[],
     ).trace  # fmt: skip
 
@@ -35,7 +33,7 @@ def trace(tiny_llama):
 class Shuffled:
     """Proposes uniformly drawn tokens of known q: many rejections."""
 
-    def __init__(self, drafter) -> None:
+    def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
     def reset(self, prompt_ids) -> None: ...
@@ -43,8 +41,6 @@ class Shuffled:
     def extend(self, tokens) -> None: ...
 
     def propose(self, max_tokens: int):
-        from quasar_lab import Draft
-
         count = min(max_tokens, 3)
         tokens = torch.randint(97, (count,), generator=self.generator)
         return Draft(tokens, torch.full((count, 97), 1 / 97, dtype=torch.float64))
@@ -116,19 +112,21 @@ def test_plain_and_greedy_traces_replay_too(tiny_llama, drafter, temperature: fl
     assert ("the most likely token" in pages[0]) == (temperature == 0)
 
 
+def test_a_repriced_trace_has_no_times_to_show(tiny_llama) -> None:
+    generation = generate(tiny_llama, PROMPT, max_new_tokens=4, eos_token_id=[])
+    page = replay_html(reprice(generation, NGramDrafter()), Letters(), 1)
+    assert "nan" not in page and "ms" not in text_of(page)
+
+
 def test_an_end_in_the_middle_of_a_draft(tiny_llama) -> None:
     """Drafts behind the end of the output are marked as such and are no part of the text."""
     plain = generate(tiny_llama, PROMPT, max_new_tokens=6, eos_token_id=[]).tokens
 
     class Oracle(Shuffled):
         def propose(self, max_tokens: int):
-            from quasar_lab import Draft
-
             return Draft(plain[:5][:max_tokens])
 
-    cut = generate(
-        tiny_llama, PROMPT, drafter=Oracle(None), max_new_tokens=20, eos_token_id=[plain[1]]
-    )
+    cut = generate(tiny_llama, PROMPT, drafter=Oracle(), max_new_tokens=20, eos_token_id=[plain[1]])
     page = replay_html(cut, Letters(), len(cut.steps))
     assert "then the output was at its end" in page and "behind the end of the output" in page
 

@@ -170,8 +170,8 @@ def _account(step: Step) -> str:
         else ""
     )
     return (
-        f"{kept}{ending}. {step.num_fed} tokens in one forward, {step.kv_length} in the KV cache "
-        f"afterwards{times}."
+        f"{kept}{ending}. {step.num_fed} token{'s' * (step.num_fed > 1)} in one forward, "
+        f"{step.kv_length} in the KV cache afterwards{times}."
     )
 
 
