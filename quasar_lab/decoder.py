@@ -135,7 +135,8 @@ class FastDecoder:
         The model's q, k, v and gate, up weights become views of fused matrices: no second copy,
         and the model itself keeps working. max_length (tokens) sizes the KV cache; the default is
         the model's own limit, at most 4,096. engine: "torch" operators for every step, "fused"
-        for short steps as one compiled function (CPU, float32), "auto" for fused where it works.
+        for short steps as one compiled function (on the CPU, float32 or bfloat16 weights), "auto":
+        fused where it works.
         Raises UserError for an architecture it does not know; `HuggingFaceTarget` runs those.
         """
         inner = getattr(model, "model", None)

@@ -29,10 +29,13 @@ def unsupported(weights: DecoderWeights) -> str | None:
     """Why the compiled step cannot run these weights; None: it can."""
     if weights.embed.device.type != "cpu":
         return f"it runs on the CPU, not on {weights.embed.device}"
-    if weights.embed.dtype != torch.float32:
-        return f"it computes in float32, not in {str(weights.embed.dtype).removeprefix('torch.')}"
+    kind = weights.embed.dtype
+    if kind not in (torch.float32, torch.bfloat16):
+        return f"it reads float32 and bfloat16, not {str(kind).removeprefix('torch.')}"
     for projection in _projections(weights):
         for matrix in projection.matrices:
+            if matrix.scale is None and matrix.weight.dtype != kind:
+                return f"it needs one type of float weights, not {kind} and {matrix.weight.dtype}"
             if matrix.scale is not None and matrix.backend not in ("auto", "cpu"):
                 return f"its INT8 backend is 'cpu', not {matrix.backend!r}"
     return None
@@ -49,10 +52,11 @@ def _projections(weights: DecoderWeights) -> list[Projection]:
 class FusedStep:
     """The compiled step for one set of weights and one KV cache.
 
-    keys, values: [layers, kv_heads, max_length, head_dim]; cos, sin: [max_length, head_dim]; all
-    float32 and contiguous. The step writes the new keys and values into the cache. float32, int8:
-    names of fused.linear_tile.FORMATS; None: the best of this processor. The first on a machine
-    takes ten seconds to compile.
+    keys, values: [layers, kv_heads, max_length, head_dim], contiguous and of the weights' type,
+    float32 or bfloat16; cos, sin: [max_length, head_dim]. The step writes the new keys and values
+    into the cache; what is between the matrices is float32, as are the logits.
+    floats, int8: names of fused.linear_tile.FORMATS; None: the best of this processor. The first
+    step of its kind on a machine takes ten seconds to compile.
     """
 
     def __init__(
@@ -63,11 +67,14 @@ class FusedStep:
         cos: Tensor,
         sin: Tensor,
         *,
-        float32: str | None = None,
+        floats: str | None = None,
         int8: str | None = None,
     ) -> None:
         self.max_tokens = MAX_TOKENS
-        self._formats = (float32 or best_float_format(), int8 or best_instruction_set())
+        self._formats = (
+            floats or best_float_format(weights.embed.dtype),
+            int8 or best_instruction_set(),
+        )
         self._kernel = compiled_step(*self._formats)
         self._vocab = weights.embed.shape[0]
         self._threads = 0
@@ -82,7 +89,7 @@ class FusedStep:
         for name, value in dict(
             layers=self._layers.ctypes.data,
             num_layers=len(self._layers),
-            embed=self._address(weights.embed),
+            embed=self._address(weights.embed, weights.embed.dtype),
             norm=self._address(weights.norm),
             cos=self._address(cos),
             sin=self._address(sin),
@@ -117,7 +124,7 @@ class FusedStep:
             self._layers, weights.layers, keys, values, strict=True
         ):
             self._fill_layer(record, weights, layer)
-            record["keys"], record["values"] = self._address(key), self._address(value)
+            record["keys"], record["values"] = key.data_ptr(), value.data_ptr()
 
     def run(
         self, ids: Int64[Tensor, "tokens"], start: int, num_logits: int
@@ -162,8 +169,7 @@ class FusedStep:
         record["quantized"] = any(matrix.scale is not None for matrix in projection.matrices)
         places = []
         for place, matrix in zip(record["matrices"], projection.matrices, strict=False):
-            dtype = torch.float32 if matrix.scale is None else torch.int8
-            place["weight"] = self._address(matrix.weight, dtype)
+            place["weight"] = self._address(matrix.weight, matrix.weight.dtype)
             place["scale"] = self._address(matrix.scale)
             place["bias"] = self._address(matrix.bias)
             place["n"], place["out"] = len(matrix.weight), out

@@ -1,6 +1,7 @@
 """A small tile of a linear, held in vector registers: rows of inputs times 4 rows of weights.
 
-In float32 or in INT8. Three things make it as fast as memory:
+Weights are float32, bfloat16 (multiplied as float32) or INT8. Three things make it as fast as
+memory:
 
 - a weight vector is read once and meets all input rows while it is in a register;
 - the four sums of a row are added across their lanes together, and scaled and stored as one vector;
@@ -14,6 +15,7 @@ import functools
 from dataclasses import dataclass
 
 import llvmlite.binding
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core.typing.templates import Signature
@@ -34,7 +36,7 @@ class TileFormat:
 
     step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose 4 sums a
     row and operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
-    weight_bytes, input_bytes: of one number; int8: None for float32.
+    weight_bytes, input_bytes: of one number (2 for bfloat16 weights); int8: None for floats.
     """
 
     name: str
@@ -51,9 +53,11 @@ _INT8_ROWS = {"vnni512": 6, "vnni256": 6, "avx512": 6, "avx2": 2, "portable": 2}
 FORMATS = {
     each.name: each
     for each in (
-        TileFormat("float16", 16, 16, 6),  # a float32 format's name says how many lanes
-        TileFormat("float8", 8, 8, 2),
-        TileFormat("float4", 4, 4, 6),
+        *(
+            TileFormat(f"{kind}x{lanes}", lanes, lanes, rows, weight_bytes)
+            for kind, weight_bytes in (("float32", 4), ("bfloat16", 2))
+            for lanes, rows in ((16, 6), (8, 2), (4, 6))
+        ),
         *(
             TileFormat(name, isa.step, isa.lanes, _INT8_ROWS[name], 1, 1 + isa.widens, int8=isa)
             for name, isa in INSTRUCTION_SETS.items()
@@ -63,10 +67,11 @@ FORMATS = {
 
 
 @functools.cache
-def best_float_format() -> str:
-    """The float32 format of this processor's widest vectors."""
+def best_float_format(weights: torch.dtype) -> str:
+    """The format of float32 or bfloat16 weights for this processor's widest vectors."""
     features = llvmlite.binding.get_host_cpu_features()
-    return "float16" if features.get("avx512f") else "float8" if features.get("avx") else "float4"
+    lanes = 16 if features.get("avx512f") else 8 if features.get("avx") else 4
+    return f"{str(weights).removeprefix('torch.')}x{lanes}"
 
 
 @intrinsic(prefer_literal=True)
@@ -80,14 +85,15 @@ def format_number(typingctx, name, field):  # type: ignore[no-untyped-def]
     return types.int64(name, field), codegen
 
 
-class _Tile(Emitter):
+class Tile(Emitter):
     """Writes the code of one tile in one format."""
 
     def __init__(self, builder: ir.IRBuilder, kind: TileFormat) -> None:
         super().__init__(builder)
         self.kind = kind
         if kind.int8 is None:
-            self.sums = self.weights = self.inputs = ir.VectorType(F32, kind.lanes)
+            self.sums = self.inputs = ir.VectorType(F32, kind.lanes)
+            self.weights = ir.VectorType(I16 if kind.weight_bytes == 2 else F32, kind.lanes)
         else:
             self.sums = ir.VectorType(I32, kind.lanes)
             self.weights = ir.VectorType(I8, kind.step)
@@ -96,6 +102,11 @@ class _Tile(Emitter):
     def prepare(self, weights: ir.Value) -> ir.Value:
         """Weights as `accumulate` takes them: widened, or shifted into unsigned bytes."""
         isa = self.kind.int8
+        if isa is None and self.kind.weight_bytes == 2:  # the upper half of a float32
+            wide = ir.VectorType(I32, self.kind.lanes)
+            half = ir.Constant(wide, [16] * self.kind.lanes)
+            bits = self.builder.shl(self.builder.zext(weights, wide), half)
+            return self.builder.bitcast(bits, self.sums)
         if isa is None:
             return weights
         if isa.widens:
@@ -190,7 +201,7 @@ def linear_tile(  # type: ignore[no-untyped-def]
     def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
         rows, a, a_stride, w, w_stride, steps, out, out_stride = args[2:10]
         scales, shifts, weight_scales = args[10:]
-        to = _Tile(builder, kind)
+        to = Tile(builder, kind)
         missing = [ir.Constant(to.sums, None)] * (COLUMNS - num_columns)
 
         def emit(num_rows: int) -> None:

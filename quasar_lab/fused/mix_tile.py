@@ -8,8 +8,8 @@ from numba import types
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from quasar_lab.fused.emitter import F32, Emitter, constant
-from quasar_lab.fused.linear_tile import FORMATS
+from quasar_lab.fused.emitter import F32, constant
+from quasar_lab.fused.linear_tile import FORMATS, Tile
 
 # Of values: with max_rows they fill the registers as the 4 columns of a linear tile do.
 VECTORS = 4
@@ -19,22 +19,26 @@ VECTORS = 4
 def mix_tile(typingctx, name, vectors, rows, p, p_stride, v, v_stride, steps, out, out_stride):  # type: ignore[no-untyped-def]
     """out[r, :] = sum of p[r, s] * v[s, :] over s < steps, for a few vectors of each row.
 
-    name (of a float32 format) and vectors (VECTORS or 1) are constants, rows is 1 to the format's
-    max_rows; p, v and out are addresses of float32 numbers, strides are in bytes.
+    name (of a float format) and vectors (VECTORS or 1) are constants, rows is 1 to the format's
+    max_rows; p, out: addresses of float32, v of the format's numbers; strides are in bytes.
     """
     kind, num_vectors = FORMATS[name.literal_value], vectors.literal_value
     signature = types.void(name, vectors, *[types.int64] * 8)
 
     def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
         rows, p, p_stride, v, v_stride, steps, out, out_stride = args[2:]
-        to = Emitter(builder)
-        vector = ir.VectorType(F32, kind.lanes)
-        places = [constant(4 * kind.lanes * j) for j in range(num_vectors)]
+        to = Tile(builder, kind)
+
+        def place(base: ir.Value, j: int, num_bytes: int) -> ir.Value:
+            return builder.add(base, constant(j * kind.lanes * num_bytes))
 
         def emit(num_rows: int) -> None:
             def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
                 row = builder.add(v, builder.mul(index, v_stride))
-                values = [to.load(vector, builder.add(row, place)) for place in places]
+                values = [
+                    to.prepare(to.load(to.weights, place(row, j, kind.weight_bytes)))
+                    for j in range(num_vectors)
+                ]
                 following = []
                 for r in range(num_rows):
                     weight = to.load(F32, to.at(p, (p_stride, r), (index, 4)))
@@ -43,10 +47,10 @@ def mix_tile(typingctx, name, vectors, rows, p, p_stride, v, v_stride, steps, ou
                         following.append(to.multiply_add(spread, value, total))
                 return following
 
-            zeros = [ir.Constant(vector, None)] * (num_rows * num_vectors)
+            zeros = [ir.Constant(to.sums, None)] * (num_rows * num_vectors)
             for i, total in enumerate(to.loop(steps, zeros, body)):
                 r, j = divmod(i, num_vectors)
-                to.store(total, builder.add(to.at(out, (out_stride, r)), places[j]))
+                to.store(total, place(to.at(out, (out_stride, r)), j, 4))
 
         to.switch(rows, kind.max_rows, emit)
         return context.get_dummy_value()

@@ -78,8 +78,35 @@ def exponentials(scores, first, last):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
+def number_at(name, address, index):  # type: ignore[no-untyped-def]
+    """A weight of a float format as float32."""
+    numba.literally(name)
+    if format_number(name, "weight_bytes") == 2:
+        bits = np.int32(pointer(address, types.uint16)[index])
+        return np.int32(bits << np.int32(16)).view(np.float32)
+    return pointer(address, _f32)[index]
+
+
+@numba.njit
+def store_numbers(name, x, address, n):  # type: ignore[no-untyped-def]
+    """float32 -> weights of a float format; bfloat16 is rounded to the nearest, ties to even."""
+    numba.literally(name)
+    if format_number(name, "weight_bytes") == 2:
+        halves = pointer(address, types.uint16)
+        for i in range(n):
+            bits = np.float32(x[i]).view(np.int32)
+            odd = (bits >> np.int32(16)) & np.int32(1)
+            rounded = np.int32(bits + np.int32(0x7FFF) + odd) >> np.int32(16)
+            halves[i] = rounded if x[i] == x[i] else np.int32(0x7FC0)
+    else:
+        floats = pointer(address, _f32)
+        for i in range(n):
+            floats[i] = x[i]
+
+
+@numba.njit
 def dots(name, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[r, c] = a[r] · w[c] in float32, for the columns first to last; strides in bytes."""
+    """out[r, c] = a[r] · w[c] for the columns first to last; a, out: float32, strides in bytes."""
     numba.literally(name)
     step, most = format_number(name, "step"), format_number(name, "max_rows")
     steps = k // step
@@ -104,9 +131,8 @@ def dots(name, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):
         for r in range(rows):
             row, sums = pointer(a + r * a_stride, _f32), pointer(out + r * out_stride, _f32)
             for column in range(first, last):
-                weight = pointer(w + column * w_stride, _f32)
                 for i in range(done, k):
-                    sums[column] += row[i] * weight[i]
+                    sums[column] += row[i] * number_at(name, w + column * w_stride, i)
 
 
 @numba.njit
@@ -129,10 +155,11 @@ def add_bias(bias, rows, first, last, out, n):  # type: ignore[no-untyped-def]
 
 @numba.njit
 def float_linear(name, a, a_stride, rows, k, weight, bias, n, out, thread, threads):  # type: ignore[no-untyped-def]
-    """This thread's columns of out = a Wᵀ + bias in float32, out [rows, n]."""
+    """This thread's columns of out = a Wᵀ + bias, out [rows, n]; all but W in float32."""
     numba.literally(name)
     first, last = share(n, thread, threads)
-    dots(name, a, a_stride, rows, k, weight, 4 * k, first, last, out, 4 * n)
+    stride = format_number(name, "weight_bytes") * k
+    dots(name, a, a_stride, rows, k, weight, stride, first, last, out, 4 * n)
     add_bias(bias, rows, first, last, out, n)
 
 
@@ -172,23 +199,27 @@ def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, weight_scale
 
 @numba.njit
 def mix(name, p, p_stride, rows, v, steps, out, head_dim):  # type: ignore[no-untyped-def]
-    """out[r] = sum_s p[r, s] v[s] for at most max_rows rows; v, out: rows of head_dim numbers."""
+    """out[r] = sum_s p[r, s] v[s] for at most max_rows rows; v, out: rows of head_dim numbers.
+
+    All but v is float32.
+    """
     numba.literally(name)
-    lanes, stride, done = format_number(name, "lanes"), 4 * head_dim, 0
-    while done + VECTORS * lanes <= head_dim:
-        mix_tile(name, VECTORS, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done,
-                 stride)  # fmt: skip
-        done += VECTORS * lanes
-    while done + lanes <= head_dim:
-        mix_tile(name, 1, rows, p, p_stride, v + 4 * done, stride, steps, out + 4 * done, stride)
-        done += lanes
-    values = pointer(v, _f32)
+    lanes, size = format_number(name, "lanes"), format_number(name, "weight_bytes")
+    done, stride, v_stride = 0, 4 * head_dim, size * head_dim
+    while done < head_dim // lanes * lanes:
+        source, to = v + size * done, out + 4 * done
+        if done + VECTORS * lanes <= head_dim:
+            mix_tile(name, VECTORS, rows, p, p_stride, source, v_stride, steps, to, stride)
+            done += VECTORS * lanes
+        else:
+            mix_tile(name, 1, rows, p, p_stride, source, v_stride, steps, to, stride)
+            done += lanes
     for r in range(rows):
         weights, sums = pointer(p + r * p_stride, _f32), pointer(out + r * stride, _f32)
         for i in range(done, head_dim):
             total = np.float32(0)
             for s in range(steps):
-                total += weights[s] * values[s * head_dim + i]
+                total += weights[s] * number_at(name, v + s * v_stride, i)
             sums[i] = total
 
 
@@ -197,15 +228,16 @@ def attend(name, queries, rows, group, num_tokens, start, window, keys, values, 
            score_stride, mixed):  # type: ignore[no-untyped-def]  # fmt: skip
     """mixed[r] = softmax(q_r kᵀ) v for at most max_rows query rows of one KV head.
 
+    Keys and values are the format's numbers, all else is float32.
     Row r is token (group + r) % num_tokens of the step, at position start + that; it sees the
     positions up to its own, and not further back than `window` (0: no limit).
     """
     numba.literally(name)
     end = start + num_tokens
     low = max(0, start + 1 - window) if window else 0
-    stride = 4 * head_dim
-    dots(name, queries, stride, rows, head_dim, keys + low * stride, stride, 0, end - low, scores,
-         score_stride)  # fmt: skip
+    stride = format_number(name, "weight_bytes") * head_dim
+    dots(name, queries, 4 * head_dim, rows, head_dim, keys + low * stride, stride, 0, end - low,
+         scores, score_stride)  # fmt: skip
     for r in range(rows):
         row = pointer(scores + r * score_stride, _f32)
         position = start + (group + r) % num_tokens

@@ -19,7 +19,16 @@ from numba.extending import intrinsic
 
 from quasar_lab.fused import barrier
 from quasar_lab.fused.linear_tile import format_number
-from quasar_lab.fused.rows import attend, float_linear, int8_linear, normalise, rotate, swiglu
+from quasar_lab.fused.rows import (
+    attend,
+    float_linear,
+    int8_linear,
+    normalise,
+    number_at,
+    rotate,
+    store_numbers,
+    swiglu,
+)
 from quasar_lab.int8_gemm import openmp
 from quasar_lab.int8_gemm.cpu import pointer, quantize_row
 from quasar_lab.int8_gemm.openmp import thread_count, thread_index
@@ -63,14 +72,15 @@ def _void(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _start(s, row):  # type: ignore[no-untyped-def]
+def _start(floats, s, row):  # type: ignore[no-untyped-def]
     """x = embed[id], and nothing to add to it yet."""
+    numba.literally(floats)
     ids = pointer(s.ids, _i64)
-    source = pointer(s.embed + 4 * ids[row] * s.hidden, _f32)
+    source = s.embed + format_number(floats, "weight_bytes") * ids[row] * s.hidden
     x = pointer(s.x + 4 * row * s.hidden, _f32)
     added = pointer(s.added + 4 * row * s.hidden, _f32)
     for i in range(s.hidden):
-        x[i] = source[i]
+        x[i] = number_at(floats, source, i)
         added[i] = np.float32(0)
 
 
@@ -121,9 +131,9 @@ def _swiglu(int8, s, layer, row):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _project(float32, int8, s, projection, rows, thread, threads):  # type: ignore[no-untyped-def]
+def _project(floats, int8, s, projection, rows, thread, threads):  # type: ignore[no-untyped-def]
     """This thread's columns of a projection of the first rows of s.h."""
-    numba.literally(float32)
+    numba.literally(floats)
     numba.literally(int8)
     k = projection.k
     for i in range(3):
@@ -135,7 +145,7 @@ def _project(float32, int8, s, projection, rows, thread, threads):  # type: igno
                         matrix.weight, matrix.scale, matrix.bias, matrix.n, matrix.out,
                         thread, threads)  # fmt: skip
         else:
-            float_linear(float32, s.h, s.h_bytes, rows, k, matrix.weight, matrix.bias, matrix.n,
+            float_linear(floats, s.h, s.h_bytes, rows, k, matrix.weight, matrix.bias, matrix.n,
                          matrix.out, thread, threads)  # fmt: skip
 
 
@@ -150,8 +160,9 @@ def _rotate_head(s, source, norm, position, scale, to):  # type: ignore[no-untyp
 
 
 @numba.njit
-def _rotate_and_store(s, layer, thread, threads):  # type: ignore[no-untyped-def]
+def _rotate_and_store(floats, s, layer, thread, threads):  # type: ignore[no-untyped-def]
     """Queries to s.queries, [kv_heads, group, tokens, head_dim]; keys and values to the cache."""
+    numba.literally(floats)
     d, tokens, heads = s.head_dim, s.num_tokens, s.heads + s.kv_heads
     total = tokens * heads
     for item in range(total * thread // threads, total * (thread + 1) // threads):
@@ -163,21 +174,19 @@ def _rotate_and_store(s, layer, thread, threads):  # type: ignore[no-untyped-def
             _rotate_head(s, source, layer.q_norm, position, s.attention_scale, to)
         else:
             head -= s.heads
-            cached = 4 * (head * s.capacity + position) * d
-            source = layer.k.at + 4 * (token * layer.k.stride + head * d)
-            one = np.float32(1)
-            _rotate_head(s, source, layer.k_norm, position, one, layer.keys + cached)
-            value = pointer(layer.v.at + 4 * (token * layer.v.stride + head * d), _f32)
-            place = pointer(layer.values + cached, _f32)
-            for i in range(d):
-                place[i] = value[i]
+            at = format_number(floats, "weight_bytes") * (head * s.capacity + position) * d
+            key = layer.k.at + 4 * (token * layer.k.stride + head * d)
+            value = layer.v.at + 4 * (token * layer.v.stride + head * d)
+            _rotate_head(s, key, layer.k_norm, position, np.float32(1), key)
+            store_numbers(floats, pointer(key, _f32), layer.keys + at, d)
+            store_numbers(floats, pointer(value, _f32), layer.values + at, d)
 
 
 @numba.njit
-def _attend(float32, s, layer, thread, threads):  # type: ignore[no-untyped-def]
+def _attend(floats, s, layer, thread, threads):  # type: ignore[no-untyped-def]
     """This thread's share of all query rows, a few of one KV head at a time, to s.h."""
-    numba.literally(float32)
-    d, tokens, most = s.head_dim, s.num_tokens, format_number(float32, "max_rows")
+    numba.literally(floats)
+    d, tokens, most = s.head_dim, s.num_tokens, format_number(floats, "max_rows")
     total, group = s.heads * tokens, s.heads // s.kv_heads * tokens
     scores = s.scores + thread * most * s.score_bytes
     mixed = s.mixed + thread * most * 4 * d
@@ -187,9 +196,9 @@ def _attend(float32, s, layer, thread, threads):  # type: ignore[no-untyped-def]
         left = min(last, (head + 1) * group) - row
         tiles = (left + most - 1) // most
         rows = (left + tiles - 1) // tiles
-        cache = 4 * head * s.capacity * d
+        cache = format_number(floats, "weight_bytes") * head * s.capacity * d
         queries = s.queries + 4 * row * d
-        attend(float32, queries, rows, row, tokens, s.start, layer.window, layer.keys + cache,
+        attend(floats, queries, rows, row, tokens, s.start, layer.window, layer.keys + cache,
                layer.values + cache, d, scores, s.score_bytes, mixed)  # fmt: skip
         for r in range(rows):
             query_head, token = (row + r) // tokens, (row + r) % tokens
@@ -201,10 +210,11 @@ def _attend(float32, s, layer, thread, threads):  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def compiled_step(float32: str, int8: str) -> int:
+def compiled_step(floats: str, int8: str) -> int:
     """The address of `void step(int64 *address_of_a_STEP)`.
 
-    float32, int8: names of linear_tile.FORMATS. The first compilation takes seconds; the result
+    floats, int8: names of linear_tile.FORMATS, `floats` for embedding, KV cache and the matrices
+    that are not INT8. The first compilation takes seconds; the result
     stays in numba's disk cache.
     """
     openmp.bind_symbols()
@@ -219,39 +229,39 @@ def compiled_step(float32: str, int8: str) -> int:
         thread, threads = np.int64(thread_index()), np.int64(thread_count())
         tokens = s.num_tokens
         for row in range(thread, tokens, threads):
-            _start(s, row)
+            _start(floats, s, row)
         for index in range(s.num_layers):
             layer = layers[index]
             for row in range(thread, tokens, threads):
                 _add_and_normalise(int8, s, row, row, layer.input_norm, layer.qkv)
             barrier.wait_for_all(s.barrier, threads)
-            _project(float32, int8, s, layer.qkv, tokens, thread, threads)
+            _project(floats, int8, s, layer.qkv, tokens, thread, threads)
             barrier.wait_for_all(s.barrier, threads)
-            _rotate_and_store(s, layer, thread, threads)
+            _rotate_and_store(floats, s, layer, thread, threads)
             barrier.wait_for_all(s.barrier, threads)
-            _attend(float32, s, layer, thread, threads)
+            _attend(floats, s, layer, thread, threads)
             barrier.wait_for_all(s.barrier, threads)
             if layer.o.quantized:
                 for row in range(thread, tokens, threads):
                     _quantise(int8, s, layer.o, row)
                 barrier.wait_for_all(s.barrier, threads)
-            _project(float32, int8, s, layer.o, tokens, thread, threads)
+            _project(floats, int8, s, layer.o, tokens, thread, threads)
             barrier.wait_for_all(s.barrier, threads)
             for row in range(thread, tokens, threads):
                 _add_and_normalise(int8, s, row, row, layer.post_norm, layer.gate_up)
             barrier.wait_for_all(s.barrier, threads)
-            _project(float32, int8, s, layer.gate_up, tokens, thread, threads)
+            _project(floats, int8, s, layer.gate_up, tokens, thread, threads)
             barrier.wait_for_all(s.barrier, threads)
             for row in range(thread, tokens, threads):
                 _swiglu(int8, s, layer, row)
             barrier.wait_for_all(s.barrier, threads)
-            _project(float32, int8, s, layer.down, tokens, thread, threads)
+            _project(floats, int8, s, layer.down, tokens, thread, threads)
             barrier.wait_for_all(s.barrier, threads)
         unread = tokens - s.num_logits
         for row in range(unread + thread, tokens, threads):
             _add_and_normalise(int8, s, row, row - unread, s.norm, s.head)
         barrier.wait_for_all(s.barrier, threads)
-        _project(float32, int8, s, s.head, s.num_logits, thread, threads)
+        _project(floats, int8, s, s.head, s.num_logits, thread, threads)
 
     return step.address  # type: ignore[return-value]
 
