@@ -822,9 +822,9 @@ def test_lossless_on_the_real_model(real_model):
     overruled = 0
     for task in ("gsm8k", "humaneval"):
         prompt = real_model.encode_chat(load_task(task, limit=1)[0].turns[0])
-        plain = generate(exact, prompt, max_new_tokens=48)
+        plain = generate(exact, prompt, max_new_tokens=32)
         result = generate(
-            target, prompt, drafter=NGramDrafter(), confirm_with=exact, max_new_tokens=48
+            target, prompt, drafter=NGramDrafter(), confirm_with=exact, max_new_tokens=32
         )
         found = first_divergence(exact, prompt.tolist(), result.tokens, plain.tokens)
         assert found is None or found.margin < 1e-3, found
