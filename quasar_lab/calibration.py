@@ -6,7 +6,7 @@ rest. A token is rounded with *one* scale, so these channels decide the step for
 range of each channel and how far the bulk of the values spreads.
 
 Statistics are updated as the tokens stream by: memory is O(channels) for each distinct input,
-plus a sample of the first batch. Linears that read the same tensor (q, k and v; gate and up)
+plus two samples of at most a few hundred rows. Linears that read the same tensor (q, k and v; gate and up)
 share one `ActivationStats`.
 """
 
@@ -39,7 +39,7 @@ MAX_SAMPLE_TOKENS = 256
 MAX_RECORDED_TOKENS = 4096
 
 
-_FORMAT = "quasar-lab calibration 1"
+_FORMAT = "quasar-lab calibration 2"
 _TENSORS = ("min", "max", "sigma", "sample", "spread_sample")
 
 
@@ -106,7 +106,10 @@ class CalibrationStats(Mapping[str, ActivationStats]):
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot read calibration statistics from {path}: {error}") from None
         if metadata.get("format") != _FORMAT:
-            raise UserError(f"{path} holds no calibration statistics (CalibrationStats.save)")
+            raise UserError(
+                f"{path} holds no calibration statistics, or some of another version: calibrate and "
+                "save again"
+            )
         groups = [
             ActivationStats(**{f: tensors[f"{i}.{f}"] for f in _TENSORS}, num_tokens=count)
             for i, count in enumerate(json.loads(metadata["group_tokens"]))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_models import FAMILIES, VOCAB, tiny_model
 from transformers import BatchEncoding
 
@@ -292,6 +293,9 @@ def test_loading_something_else(tmp_path):
     (tmp_path / "text").write_text("hello, this is no safetensors file")
     with pytest.raises(UserError, match="cannot read calibration statistics"):
         CalibrationStats.load(tmp_path / "text")
+    save_file({"min": torch.zeros(2)}, tmp_path / "other", {"format": "quasar-lab calibration 1"})
+    with pytest.raises(UserError, match="or some of another version"):
+        CalibrationStats.load(tmp_path / "other")
 
 
 def test_the_model_itself_is_asked_for(tiny_llama):
