@@ -95,8 +95,8 @@ class FastDecoder:
     """A `Target`: forward appends tokens to the KV cache, rollback forgets the last of them.
 
     Build it with `FastDecoder.from_model`. Attributes: `length` (tokens in the cache),
-    `max_length`, `vocab_size`, `eos_token_ids`, `dtype`, `device`; `engine`, "torch" or "fused",
-    says what runs the short steps; `keys` and `values` are the cache, [layers, kv_heads,
+    `max_length`, `vocab_size`, `eos_token_ids`, `dtype`, `device`; `engine` says what runs the
+    steps, "torch" or "fused"; `keys` and `values` are the cache, [layers, kv_heads,
     max_length, head_dim].
     """
 
@@ -134,9 +134,8 @@ class FastDecoder:
 
         The model's q, k, v and gate, up weights become views of fused matrices: no second copy,
         and the model itself keeps working. max_length (tokens) sizes the KV cache; the default is
-        the model's own limit, at most 4,096. engine: "torch" operators for every step, "fused"
-        for short steps as one compiled function (on the CPU, float32 or bfloat16 weights), "auto":
-        fused where it works.
+        the model's own limit, at most 4,096. engine: "torch" operators, "fused" for a step as one
+        compiled function (on the CPU, float32 or bfloat16 weights), "auto": fused where it works.
         Raises UserError for an architecture it does not know; `HuggingFaceTarget` runs those.
         """
         inner = getattr(model, "model", None)
@@ -172,7 +171,7 @@ class FastDecoder:
         count = len(tokens) if num_logits is None else num_logits
         if not 0 <= count <= len(tokens):
             raise UserError(f"num_logits={num_logits}: from 0 to the {len(tokens)} tokens given")
-        if self._fused is not None and len(tokens) <= self._fused.max_tokens:
+        if self._fused is not None:
             logits = self._fused.run(tokens.contiguous(), self.length, count)
         else:
             logits = self._run(tokens, count)

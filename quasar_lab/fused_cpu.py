@@ -17,8 +17,9 @@ from quasar_lab.fused.step import LAYER, STEP, compiled_step
 from quasar_lab.int8_gemm import openmp
 from quasar_lab.int8_gemm.cpu_tile import best_instruction_set
 
-# The most tokens of one step. Longer prompts are limited by arithmetic and go through torch.
-MAX_TOKENS = 16
+# The most tokens that go through the layers together. A prompt goes in pieces of this size: beyond
+# it nothing is gained, for arithmetic is the limit then, and the pieces leave the caches.
+MAX_TOKENS = 32
 
 # Added to the length of scratch rows (float32 numbers): lengths that are powers of two would make
 # all rows compete for the same lines of the first-level cache.
@@ -70,7 +71,6 @@ class FusedStep:
         floats: str | None = None,
         int8: str | None = None,
     ) -> None:
-        self.max_tokens = MAX_TOKENS
         self._formats = (
             floats or best_float_format(weights.embed.dtype),
             int8 or best_instruction_set(),
@@ -129,18 +129,21 @@ class FusedStep:
     def run(
         self, ids: Int64[Tensor, "tokens"], start: int, num_logits: int
     ) -> Float[Tensor, "num_logits vocab"]:
-        """Run 1 to MAX_TOKENS tokens at positions start, start + 1, ...; the last rows of logits.
+        """Run tokens at positions start, start + 1, ...; the logits after the last num_logits.
 
-        ids must be valid and contiguous: the decoder has checked them.
+        ids must be valid and contiguous, and fit the cache: the decoder has checked them.
         """
         if self._threads != torch.get_num_threads():
             self._make_room_for_threads(torch.get_num_threads())
         logits = torch.empty(num_logits, self._vocab)
-        step = self.step
-        step["ids"], step["num_tokens"] = ids.data_ptr(), len(ids)
-        step["start"], step["num_logits"] = start, num_logits
-        step["head"]["matrices"]["out"][0] = logits.data_ptr()
-        openmp.run(self._kernel, [self._record.ctypes.data])
+        unread, step = len(ids) - num_logits, self.step
+        for first in range(0, len(ids), MAX_TOKENS):
+            last = min(first + MAX_TOKENS, len(ids))
+            read = max(first, unread)
+            step["ids"], step["num_tokens"] = ids[first:].data_ptr(), last - first
+            step["start"], step["num_logits"] = start + first, max(last - read, 0)
+            step["head"]["matrices"]["out"][0] = logits[read - unread :].data_ptr()
+            openmp.run(self._kernel, [self._record.ctypes.data])
         return logits
 
     def _make_room_for_threads(self, threads: int) -> None:

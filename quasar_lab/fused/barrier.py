@@ -3,8 +3,8 @@
 OpenMP's barrier spins for milliseconds. That is right while every thread has a core of its own;
 but once a second program runs, two threads may share one core, and each barrier then lasts until
 the waiting thread has spun away its time slice: a step with 300 barriers takes a second. This one
-spins for some microseconds and then offers its core at every look: nothing lost on a quiet
-machine (the offer returns at once), and a step slows down only by the share it does not get.
+spins for some tens of microseconds, longer than equal shares of work ever differ, and then offers
+its core at every look. On a quiet machine nothing is lost: there the offer returns at once.
 """
 
 import ctypes
@@ -20,8 +20,9 @@ from numba.extending import intrinsic
 BARRIER_BYTES = 128
 _ROUND = 64
 
-# Looks before the first offer: longer than a fair share of work differs, shorter than a slice.
-_LOOKS = 1000
+# Looks before the first offer. An offer made too early costs a time slice (3 ms) itself, when the
+# second program takes it while the other threads are about to arrive.
+_LOOKS = 200_000
 
 # Compiled code calls it by this name; `bind_symbols` says what that is.
 _give_way = types.ExternalFunction("quasar_lab_give_way", types.int32())
