@@ -116,7 +116,7 @@ def plot_tile(rows: int = 6) -> Figure:
 def plot_rows(
     times: pd.DataFrame, weight_count: int, bandwidth: float, *, paths: list[str]
 ) -> Figure:
-    """Time of one linear against its rows M (from `roofline.time_linears`), band: 10 to 90 %.
+    """Time of one linear against its rows M (`roofline.time_linears`), bands up to the median.
 
     The dashed line is the time of reading the INT8 weight once at `bandwidth` bytes a second.
     """
@@ -130,7 +130,11 @@ def plot_rows(
                 lw=1.6, label=path,
             )  # fmt: skip
             axes.fill_between(
-                line["M"], line["low"] * 1e3, line["high"] * 1e3, color=_PALETTE[i], alpha=0.15
+                line["M"],
+                line["seconds"] * 1e3,
+                line["median"] * 1e3,
+                color=_PALETTE[i],
+                alpha=0.15,
             )
         reading = weight_count / bandwidth * 1e3
         axes.axhline(reading, color="0.25", ls="--", lw=1.3, label="reading the INT8 weight once")
@@ -143,39 +147,35 @@ def plot_rows(
 
 
 def plot_roofline(points: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float) -> Figure:
-    """Operations a second against operations a byte: the machine's roof and the measured products.
+    """Operations a second against operations a byte: the machine's roofs and measured products.
 
-    points: columns path, M, intensity (operations a weight byte) and operations_per_second; peaks:
-    name -> operations a second of the flat roofs; bandwidth: bytes a second, the sloping roof.
+    points: columns format, M, intensity (operations a weight byte) and operations_per_second;
+    peaks: format -> operations a second, its flat roof; bandwidth: bytes a second, the slope.
     """
     with style():
-        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+        figure = Figure(figsize=(8.6, 5.6), layout="constrained")
         axes = figure.subplots()
         top = max(peaks.values())
-        right = max(points["intensity"].max(), top / bandwidth) * 4
         left = points["intensity"].min() / 1.6
+        right = max(points["intensity"].max(), top / bandwidth) * 1.6
         slope = np.array([left, top / bandwidth])
-        axes.plot(slope, slope * bandwidth / 1e9, color="0.45", lw=1.6)
-        axes.annotate(
-            f"memory: {bandwidth / 1e9:,.1f} GB/s", (left * 2, left * 2 * bandwidth / 1e9),
-            xytext=(10, -4), textcoords="offset points", va="top", fontsize=10, color="0.3",
+        axes.plot(
+            slope, slope * bandwidth / 1e9, color="0.45", lw=1.8,
+            label=f"memory: {bandwidth / 1e9:,.1f} GB/s",
         )  # fmt: skip
         for i, (name, peak) in enumerate(peaks.items()):
-            axes.plot([peak / bandwidth, right], [peak / 1e9] * 2, color=_PALETTE[i], lw=1.6)
-            # the highest roof's label above it, the others' below: they may lie close together
-            axes.annotate(
-                f"{name}: {peak / 1e9:,.0f} Gop/s ", (right, peak / 1e9), ha="right",
-                xytext=(0, 3 if peak == top else -3), textcoords="offset points",
-                va="bottom" if peak == top else "top", fontsize=10, color=_PALETTE[i],
+            axes.plot(
+                [peak / bandwidth, right], [peak / 1e9] * 2, color=_PALETTE[i], lw=1.8,
+                ls=("-", "--", "-.")[i % 3], label=f"{name} arithmetic: {peak / 1e9:,.0f} Gop/s",
             )  # fmt: skip
             axes.axvline(peak / bandwidth, color=_PALETTE[i], ls=":", lw=1)
-        for i, (path, line) in enumerate(points.groupby("path", sort=False)):
-            rate = line["operations_per_second"] / 1e9
+            part = points[points["format"] == name]
+            rate = part["operations_per_second"] / 1e9
             axes.plot(
-                line["intensity"], rate, color=_PALETTE[i], marker=MARKERS[i], ms=7, lw=0,
-                label=f"{path}, M rows",
+                part["intensity"], rate, color=_PALETTE[i], marker=MARKERS[i], ms=7, lw=0.6,
+                alpha=0.9, label=f"{name}, M rows",
             )  # fmt: skip
-            for intensity, height, m in zip(line["intensity"], rate, line["M"], strict=True):
+            for intensity, height, m in zip(part["intensity"], rate, part["M"], strict=True):
                 axes.annotate(
                     f"{m}", (intensity, height), xytext=(6, -12), textcoords="offset points",
                     fontsize=9, color=_PALETTE[i],
@@ -183,7 +183,6 @@ def plot_roofline(points: pd.DataFrame, peaks: Mapping[str, float], bandwidth: f
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(left, right)
-        axes.set_ylim(None, top / 1e9 * 1.8)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.set_xlabel("operations for each byte of weights")

@@ -22,14 +22,15 @@ from quasar_lab.timing import copies_out_of_cache, time_interleaved
 INT8_PATH = "INT8, one pass"
 ROW_BY_ROW_PATH = "INT8, row by row"
 
-# bytes of one weight as the path reads it
-BYTES_PER_WEIGHT = {
-    INT8_PATH: 1,
-    ROW_BY_ROW_PATH: 1,
-    "fp32 linear": 4,
-    "fp32 transposed": 4,
-    "bf16 linear": 2,
+# path -> the format in which it reads the weights
+FORMATS = {
+    INT8_PATH: "INT8",
+    ROW_BY_ROW_PATH: "INT8",
+    "fp32 linear": "fp32",
+    "fp32 transposed": "fp32",
+    "bf16 linear": "bf16",
 }
+BYTES_PER_WEIGHT = {"INT8": 1, "bf16": 2, "fp32": 4}
 
 # (rows, N = K) of products that arithmetic limits: their operands stay in the cache of a processor.
 _PEAK_SHAPES = {"cpu": ((256, 1024), (512, 1024)), "cuda": ((4096, 4096), (8192, 8192))}
@@ -59,8 +60,10 @@ def time_linears(
     row_by_row_up_to: up to this M also time M products of one row each: tokens that pass through
     the model one after the other, so that each reads the weights from memory again.
 
-    Returns one row for each M and path with columns M, path, seconds (median), low, high (10 and
-    90 %, seconds), bytes_per_weight and operations_per_second (a multiply-add is two).
+    Returns one row for each M and path with columns M, path, format, seconds (the fast runs: a
+    tenth of them is faster), median (seconds), operations_per_second (a multiply-add is two) and
+    intensity (operations for each byte of weights). The fast runs, since everything else on the
+    machine can only slow a product down, and the bandwidth to compare with is the best run's.
     """
     if min(N, K, *rows, repeats) < 1:
         raise UserError(f"N={N}, K={K}, rows={list(rows)}, repeats={repeats}: all must be positive")
@@ -99,11 +102,11 @@ def time_linears(
                 {
                     "M": M,
                     "path": path,
-                    "seconds": time["median"],
-                    "low": time["low"],
-                    "high": time["high"],
-                    "bytes_per_weight": BYTES_PER_WEIGHT[str(path)],
-                    "operations_per_second": 2 * M * N * K / time["median"],
+                    "format": FORMATS[str(path)],
+                    "seconds": time["low"],
+                    "median": time["median"],
+                    "operations_per_second": 2 * M * N * K / time["low"],
+                    "intensity": 2 * M / BYTES_PER_WEIGHT[FORMATS[str(path)]],
                 }
             )
     return pd.DataFrame(records)
@@ -111,8 +114,13 @@ def time_linears(
 
 def fastest_full_precision(times: pd.DataFrame) -> pd.DataFrame:
     """For each M the fastest row of `time_linears` that is not INT8, indexed by M."""
-    full = times[times["bytes_per_weight"] > 1]
+    full = times[times["format"] != "INT8"]
     return full.loc[full.groupby("M")["seconds"].idxmin()].set_index("M")
+
+
+def fastest_of_each_format(times: pd.DataFrame) -> pd.DataFrame:
+    """For each format and M the fastest row of `time_linears`: the points of a roofline."""
+    return times.loc[times.groupby(["format", "M"])["seconds"].idxmin()]
 
 
 def _peak_paths(x: Tensor) -> dict[str, Callable[[int], object]]:
@@ -129,20 +137,17 @@ def _peak_paths(x: Tensor) -> dict[str, Callable[[int], object]]:
 
 
 def peak_rates(*, repeats: int = 7) -> dict[str, float]:
-    """Operations a second of the largest products here: {"INT8": ..., "full precision": ...}.
+    """Operations a second of large products here: format (INT8, bf16, fp32) -> rate.
 
     Measured where arithmetic alone limits (many rows, operands in the cache), the best of a few
-    runs and shapes. Full precision: the faster of fp32 and bf16.
+    runs and shapes: what these kernels reach, not what the data sheet promises.
     """
     device = _device()
-    best = {"INT8": 0.0, "full precision": 0.0}
+    best = dict.fromkeys(BYTES_PER_WEIGHT, 0.0)
     for M, size in _PEAK_SHAPES[device]:
         x = torch.randn(M, size, generator=torch.Generator().manual_seed(0)).to(device)
         seconds = time_interleaved(_peak_paths(x), repeats=repeats)["low"]
-        operations = 2 * M * size**2
-        best["INT8"] = max(best["INT8"], operations / seconds["INT8"])
-        full = operations / min(seconds["fp32"], seconds["bf16"])
-        best["full precision"] = max(best["full precision"], full)
+        best = {name: max(best[name], 2 * M * size**2 / seconds[name]) for name in best}
     return best
 
 

@@ -23,7 +23,7 @@ def times():
 
 
 def test_times_hold_every_path_and_count_operations(times) -> None:
-    assert set(times["path"]) == set(roofline.BYTES_PER_WEIGHT)
+    assert set(times["path"]) == set(roofline.FORMATS)
     assert list(times.loc[times["path"] == roofline.ROW_BY_ROW_PATH, "M"]) == [1, 2]
     operations = times["operations_per_second"] * times["seconds"]
     assert operations.tolist() == pytest.approx((2 * times["M"] * 512 * 4096).tolist())
@@ -32,7 +32,7 @@ def test_times_hold_every_path_and_count_operations(times) -> None:
 def test_full_precision_is_represented_by_its_fastest_path(times) -> None:
     """Guards against comparing INT8 with a slow path, or with INT8 itself."""
     fastest = roofline.fastest_full_precision(times)
-    full = times[times["bytes_per_weight"] > 1]
+    full = times[times["format"] != "INT8"]
     assert fastest["seconds"].to_dict() == full.groupby("M")["seconds"].min().to_dict()
 
 
@@ -41,9 +41,9 @@ def test_times_refuse_what_cannot_be_measured() -> None:
         roofline.time_linears(64, 64, [0])
 
 
-def test_peak_rates_are_of_both_kinds() -> None:
+def test_peak_rates_are_of_each_format() -> None:
     peaks = roofline.peak_rates(repeats=1)
-    assert set(peaks) == {"INT8", "full precision"} and min(peaks.values()) > 0
+    assert set(peaks) == {"INT8", "bf16", "fp32"} and min(peaks.values()) > 0
 
 
 def test_kernel_source_is_the_functions_text_with_its_decorators() -> None:
@@ -73,10 +73,11 @@ def test_without_triton_there_is_one_clear_line(monkeypatch) -> None:
 
 
 def test_pictures_of_measured_times(times, tmp_path) -> None:
-    points = times.assign(intensity=2 * times["M"] / times["bytes_per_weight"])
+    points = roofline.fastest_of_each_format(times)
+    assert len(points) == 3 * 3 and set(points["format"]) == {"INT8", "bf16", "fp32"}
     figures = [
         plots_gemm.plot_rows(times, 512 * 4096, 1e10, paths=[roofline.INT8_PATH, "fp32 linear"]),
-        plots_gemm.plot_roofline(points, {"INT8": 2e11, "full precision": 1e11}, 1e10),
+        plots_gemm.plot_roofline(points, {"INT8": 2e11, "bf16": 1e11, "fp32": 1e11}, 1e10),
         plots_gemm.plot_tile(3),
     ]
     for figure in figures:
