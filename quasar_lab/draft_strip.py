@@ -22,7 +22,7 @@ KINDS = {
     ),
     "untested": (
         "·",
-        "drafted, behind a rejection: never looked at",
+        "drafted, behind a rejection",
         "background: #eeeeee; border-bottom: 3px dotted #999999; text-decoration: line-through",
     ),
     "cut": ("|", "drafted, behind the end of the output", "background: #eeeeee"),
@@ -97,7 +97,7 @@ def legend(
     """What the signs mean, in HTML."""
     parts = "".join(
         f'<span style="white-space: nowrap; margin-right: 1em">'
-        f"{_span(KINDS[kind][1], kind)}</span> "
+        f"{_span('token', kind)} {KINDS[kind][1]}</span> "
         for kind in kinds
     )
     return f'<p style="line-height: 2">{parts}</p>'

@@ -26,13 +26,35 @@ _REPORTED = (
 def paper_table() -> pd.DataFrame:
     """One row a setting: what the paper reports, and what follows from it; NaN: not reported.
 
+    label names the setting, by its temperature or, where that is not reported, by its task.
     r = L / speedup is the cost of a verify step in plain steps; gain = length_term * step_term is
     Quasar over n-gram speculation in full precision (algorithms: section 9).
     """
     table = pd.DataFrame(_REPORTED, columns=list(_NAMES))
+    where = (
+        table["temperature"]
+        .map("T = {:g}".format)
+        .where(table["temperature"].notna(), table["tasks"])
+    )
+    table.insert(0, "label", table["model"] + ", " + where)
     for method in ("ngram", "quasar"):
         table[f"r_{method}"] = table[f"L_{method}"] / table[f"speedup_{method}"]
     table["gain"] = table["speedup_quasar"] / table["speedup_ngram"]
     table["length_term"] = table["L_quasar"] / table["L_ngram"]
     table["step_term"] = table["r_ngram"] / table["r_quasar"]
     return table
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """`paper_table` for a page: its numbers in three groups, the settings as the index."""
+    groups = {
+        "n-gram": ("speedup_ngram", "L_ngram", "r_ngram"),
+        "Quasar": ("speedup_quasar", "L_quasar", "r_quasar"),
+    }
+    columns = {name: (group, "SLr"[i]) for group in groups for i, name in enumerate(groups[group])}
+    columns |= {
+        name: ("Quasar / n-gram", text)
+        for name, text in (("gain", "gain"), ("length_term", "L term"), ("step_term", "step term"))
+    }
+    shown = table.set_index("label")[list(columns)].rename_axis(None)
+    return shown.set_axis(pd.MultiIndex.from_tuples(columns.values()), axis="columns")

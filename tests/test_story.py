@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from quasar_lab import NGramDrafter, SamplingConfig, UserError, generate
 from quasar_lab.acceptance_table import acceptance_table
 from quasar_lab.draft_strip import KINDS, draft_strip
-from quasar_lab.paper_figures import paper_table
+from quasar_lab.paper_figures import paper_table, readable
 from quasar_lab.plots_story import plot_steps, plot_terms, plot_token_chances
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any)
@@ -105,6 +105,16 @@ def test_the_papers_gain_splits_into_its_terms() -> None:
     assert first["step_term"] == pytest.approx(1.030, abs=1e-3)
     assert first["gain"] == pytest.approx(1.085, abs=1e-3)
     assert first["gain"] == pytest.approx(first["length_term"] * first["step_term"])
+
+
+def test_the_papers_table_for_a_page_keeps_every_setting() -> None:
+    """An index label used twice would make two settings look like one."""
+    table = paper_table()
+    page = readable(table)
+    assert page.index.is_unique and len(page) == len(table)
+    assert page.loc["Qwen3-8B, T = 0", ("n-gram", "S")] == 1.18
+    assert page.loc["OpenPangu-7B, GSM8K (its best)", ("Quasar", "S")] == 1.26
+    assert page.loc["Qwen3-8B, T = 0", ("Quasar / n-gram", "step term")] == table["step_term"][0]
 
 
 class TestFigures:
