@@ -6,8 +6,8 @@ rest. A token is rounded with *one* scale, so these channels decide the step for
 range of each channel and how far the bulk of the values spreads.
 
 Statistics are updated as the tokens stream by: memory is O(channels) for each distinct input,
-plus two samples of at most a few hundred rows. Linears that read the same tensor (q, k and v; gate and up)
-share one `ActivationStats`.
+plus two samples of at most a few hundred rows. Linears that read the same tensor (q, k and v; gate
+and up) share one `ActivationStats`.
 """
 
 import json
@@ -107,8 +107,8 @@ class CalibrationStats(Mapping[str, ActivationStats]):
             raise UserError(f"cannot read calibration statistics from {path}: {error}") from None
         if metadata.get("format") != _FORMAT:
             raise UserError(
-                f"{path} holds no calibration statistics, or some of another version: calibrate and "
-                "save again"
+                f"{path} holds no calibration statistics, or some of another version: calibrate "
+                "and save again"
             )
         groups = [
             ActivationStats(**{f: tensors[f"{i}.{f}"] for f in _TENSORS}, num_tokens=count)

@@ -96,7 +96,7 @@ def legend(
 ) -> str:
     """What the signs mean, in HTML."""
     parts = "".join(
-        f'<span style="white-space: nowrap; margin-right: 1em">'
+        f'<span style="display: inline-block; margin-right: 1em">'
         f"{_span('token', kind)} {KINDS[kind][1]}</span> "
         for kind in kinds
     )

@@ -27,7 +27,9 @@ def supports(device: torch.device) -> bool:
 
 def _quantize_rows(x: Float[Tensor, "*rows K"]) -> tuple[Tensor, Float32[Tensor, "*rows 1"]]:
     x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True) / QMAX
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    # by a tensor: CUDA turns the division by a number into a product with its reciprocal
+    scale = largest / torch.full_like(largest, QMAX)
     # Dividing by the scale (not multiplying by 127 / absmax) is what keeps backends identical.
     # A zero row has no scale; dividing by 1 leaves it exactly 0.
     divisor = torch.where(scale > 0, scale, 1.0)
