@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import VOCAB, tiny_model
 
+from quasar_lab.decoder import FastDecoder
 from quasar_lab.draft import Draft, Drafter, checked_draft
 from quasar_lab.drafting import (
     AdaptiveDrafter,
@@ -398,6 +399,15 @@ def test_impossible_layers_are_refused(layers):
     """Each of them would draft with another model than the one that was meant."""
     with pytest.raises(UserError, match="layers is"):
         chosen_layers(layers, 4)
+
+
+def test_the_fast_decoder_runs_fewer_layers_too():
+    """The lean engine on the same shared weights drafts the same tokens."""
+    model = tiny_model("llama")
+    before = model(torch.arange(9)[None]).logits
+    fast = LayerSkipDrafter(model, [0, 2], 4, engine=FastDecoder.from_model)
+    assert proposal(fast, [3, 1, 4]) == proposal(LayerSkipDrafter(model, [0, 2], 4), [3, 1, 4])
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before, rtol=0, atol=1e-9)
 
 
 def test_layer_skip_needs_a_model_with_layers():

@@ -6,7 +6,7 @@ ones). The drafter has a KV cache of its own for the layers it keeps.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from quasar_lab.draft import check_whole
 from quasar_lab.drafting.model import ModelDrafter
 from quasar_lab.errors import UserError
 from quasar_lab.structure import decoder_layers
-from quasar_lab.targets import HuggingFaceTarget
+from quasar_lab.targets import HuggingFaceTarget, Target
 
 
 class LayerSkipDrafter(ModelDrafter):
@@ -28,11 +28,19 @@ class LayerSkipDrafter(ModelDrafter):
         layers: the first so many layers (an int), a share of them (a float up to 1, rounded, at
             least one), or the indices of the layers to keep, in ascending order.
         num_draft_tokens: so many tokens are proposed at most.
+        engine: makes a Target of the model with fewer layers; `FastDecoder.from_model` is another.
 
     Raises UserError for layers that do not exist.
     """
 
-    def __init__(self, model: Any, layers: Any = 0.5, num_draft_tokens: Any = 5) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: Any = 0.5,
+        num_draft_tokens: Any = 5,
+        *,
+        engine: Callable[[PreTrainedModel], Target] = HuggingFaceTarget,
+    ) -> None:
         check_whole("num_draft_tokens", num_draft_tokens)
         model = model if isinstance(model, PreTrainedModel) else getattr(model, "model", model)
         if not isinstance(model, PreTrainedModel):
@@ -40,7 +48,7 @@ class LayerSkipDrafter(ModelDrafter):
                 f"a {type(model).__name__} has no layers to skip: pass the Hugging Face model"
             )
         self.layers = chosen_layers(layers, len(decoder_layers(model)))
-        super().__init__(HuggingFaceTarget(with_layers(model, self.layers)), num_draft_tokens)
+        super().__init__(engine(with_layers(model, self.layers)), num_draft_tokens)
 
     def __repr__(self) -> str:
         return f"LayerSkipDrafter(layers={self.layers}, num_draft_tokens={self.num_draft_tokens})"
