@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
 from quasar_lab.plots import MARKERS, style
@@ -177,13 +177,17 @@ def plot_roofline(points: pd.DataFrame, peaks: Mapping[str, float], bandwidth: f
             )  # fmt: skip
             for intensity, height, m in zip(part["intensity"], rate, part["M"], strict=True):
                 axes.annotate(
-                    f"{m}", (intensity, height), xytext=(6, -12), textcoords="offset points",
+                    f"{m}", (intensity, height), textcoords="offset points",
+                    # neighbouring series keep their labels on different sides
+                    xytext=(-11, 6) if i == 1 else (6, -12),
                     fontsize=9, color=_PALETTE[i],
                 )  # fmt: skip
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(left, right)
         for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.set_xlabel("operations for each byte of weights")
         axes.set_ylabel("billion operations a second")
