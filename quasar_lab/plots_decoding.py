@@ -79,7 +79,7 @@ def plot_acceptance_check(table: pd.DataFrame, what: str) -> Figure:
     return figure
 
 
-def plot_trace(trace: Trace | Generation, max_steps: int = 60) -> Figure:
+def plot_trace(trace: Trace | Generation, max_steps: int = 40) -> Figure:
     """Each step as a column of tokens, drafted ones first, with what became of them."""
     trace = trace.trace if isinstance(trace, Generation) else trace
     places: dict[str, list[tuple[int, int]]] = {}
@@ -113,7 +113,8 @@ def plot_trace(trace: Trace | Generation, max_steps: int = 60) -> Figure:
         highest = max(y for pairs in places.values() for _, y in pairs)
         axes.set_ylim(0.4, highest + 0.6)
         axes.set_yticks(range(1, highest + 1))
-        axes.set_xlabel("verification step")
+        shown = "" if len(steps) == len(trace.steps) else f", the first {max_steps}"
+        axes.set_xlabel(f"verification step{shown} of {len(trace.steps)}")
         axes.set_ylabel("token of the step")
         figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     return figure

@@ -66,6 +66,8 @@ def test_a_trace_shows_every_token(tiny_llama, drafter) -> None:
         drawn(figure)
         points = sum(len(dots.get_offsets()) for dots in figure.axes[0].collections)
         assert points == sum(len(list(step.rows())) for step in generation.steps)
+    first = plot_trace(generation, max_steps=2)
+    assert "the first 2 of" in first.axes[0].get_xlabel()
 
 
 def test_curves_leave_out_what_was_not_measured() -> None:

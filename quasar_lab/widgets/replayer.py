@@ -131,9 +131,9 @@ def _rows(step: Step) -> Iterable[dict[str, Any]]:
         }
 
 
-def _mark(kind: str, text: str, title: str = "", sign: bool = True) -> str:
+def _mark(kind: str, text: str, title: str = "", sign: bool = True, breaks: bool = True) -> str:
     symbol, _, style = KINDS[kind]
-    shown = html.escape(text).replace("\n", "⏎\n").replace("\t", "⇥")
+    shown = html.escape(text).replace("\n", "⏎\n" if breaks else "⏎").replace("\t", "⇥")
     return (
         f'<span style="color: #1c1c1c; {style}" title="{html.escape(title)}">'
         f"{f'<sup>{symbol}</sup>' if sign else ''}{shown}</span>"
@@ -196,7 +196,7 @@ def _table(steps: Iterable[tuple[int, Step]], tokenizer: Any) -> str:
         rows = list(_rows(step))
         for index, row in enumerate(rows):
             first = f'<th rowspan="{len(rows)}" scope="rowgroup" style="{_CELL}">{number}</th>'
-            text = _mark(row["kind"], tokenizer.decode([row["token"]]))
+            text = _mark(row["kind"], tokenizer.decode([row["token"]]), breaks=False)
             cells = (
                 text,
                 row["kind"],
