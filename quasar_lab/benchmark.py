@@ -5,7 +5,7 @@ that a machine that slows down or speeds up does so for all of them. Greedy runs
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,25 @@ import torch
 from torch import Tensor
 
 from quasar_lab.calibration import CalibrationStats, calibrate
-from quasar_lab.decoding import Generation, generate
-from quasar_lab.engines import build_target, engine_name
+from quasar_lab.engines import engine_name
 from quasar_lab.errors import UserError
+from quasar_lab.generation import Generation
 from quasar_lab.loading import LanguageModel
-from quasar_lab.methods import BASELINE, FULL, DraftSettings, Method, checked_methods
+from quasar_lab.methods import (
+    BASELINE,
+    FOUR_CELLS,
+    INT8,
+    METHODS,
+    DraftSettings,
+    Method,
+    checked_methods,
+)
 from quasar_lab.progress import ProgressBar
 from quasar_lab.quantization import QuantizationConfig, quantize
 from quasar_lab.results import ResultFile
+from quasar_lab.runners import Runner, make_runners, warm_up
 from quasar_lab.sampling import SamplingConfig
-from quasar_lab.targets import Target
 from quasar_lab.tasks import TASKS, Prompt, conversation, load_calibration_texts, load_task
-
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ def quantize_for_benchmark(
 
 def run_benchmark(
     model: LanguageModel,
-    methods: Iterable[str] = ("plain", "ngram", "int8", "quasar"),
+    methods: Iterable[str] = FOUR_CELLS,
     tasks: Iterable[str] | Mapping[str, Sequence[Prompt]] = tuple(TASKS),
     temperatures: Iterable[float] = (0.0,),
     *,
@@ -78,10 +84,11 @@ def run_benchmark(
     Args:
         model: what `load` returned.
         methods: names out of `methods.METHODS`; "plain", the baseline of every ratio, always runs.
+            By default {full precision, INT8} x {plain, n-gram}.
         tasks: names of built-in tasks, or a mapping name -> prompts.
         temperatures: 0 is greedy. seeds: one run for each; a greedy run needs only the first.
         limit: prompts a task, None for all. max_new_tokens: for each turn.
-        draft: draft length and n-gram bounds.
+        draft: draft length, n-gram bounds and what else the drafters are built with.
         quantized: the INT8 verifier, a model from `quantize`; None makes the default one.
         engine: see `engines.build_target`.
         results: a file that keeps each row as it comes; an interrupted run continues from it.
@@ -108,7 +115,7 @@ def run_benchmark(
         "temperatures": temperatures,
         "seeds": seeds,
         "max_new_tokens": max_new_tokens,
-        "draft": [draft.num_draft_tokens, draft.max_ngram, draft.min_ngram],
+        "draft": asdict(draft),
         "engine": engine,
     }
     store = ResultFile(results, settings)
@@ -117,14 +124,13 @@ def run_benchmark(
         (cell, method) for cell in cells for method in chosen if _key_of(cell, method) not in done
     ]
     if missing:
-        if quantized is None and any(method.precision != FULL for _, method in missing):
+        if quantized is None and any(method.precision == INT8 for _, method in missing):
             quantized = quantize_for_benchmark(model)
-        targets = _targets(model, quantized, chosen, engine)
-        _warm_up(model, targets, chosen, draft)
+        runners = make_runners(model, quantized, chosen, draft, engine)
+        warm_up(model, runners)
         with ProgressBar(len(missing), "measuring", unit="run") as bar:
             for number, cell in enumerate(cells):
-                _measure_cell(model, targets, chosen, draft, cell, number, done, store, bar,
-                              max_new_tokens)  # fmt: skip
+                _measure_cell(model, runners, cell, number, done, store, bar, max_new_tokens)
     ordered = [done[_key_of(cell, method)] for cell in cells for method in chosen]
     return pd.DataFrame(ordered)
 
@@ -163,33 +169,9 @@ def _key_of(cell: Cell, method: Method) -> tuple[Any, ...]:
     return (cell.task, question_id, cell.turn, cell.temperature, cell.seed, method.name)
 
 
-def _targets(
-    model: LanguageModel, quantized: Any, methods: list[Method], engine: str
-) -> dict[str, Target]:
-    models = {FULL: model.model, "int8": quantized}
-    precisions = {method.precision for method in methods}
-    return {name: build_target(models[name], engine=engine) for name in sorted(precisions)}
-
-
-def _warm_up(
-    model: LanguageModel,
-    targets: Mapping[str, Target],
-    methods: list[Method],
-    draft: DraftSettings,
-) -> None:
-    """One short generation each, so that nothing is compiled or first touched while timed."""
-    prompt = model.encode_chat("Repeat: one two three one two three one two three")
-    for method in methods:
-        drafter = method.make_drafter(draft) if method.make_drafter else None
-        generate(targets[method.precision], prompt, drafter=drafter,
-                 max_new_tokens=_WARM_UP_TOKENS, eos_token_id=[])  # fmt: skip
-
-
 def _measure_cell(
     model: LanguageModel,
-    targets: Mapping[str, Target],
-    methods: list[Method],
-    draft: DraftSettings,
+    runners: list[Runner],
     cell: Cell,
     number: int,
     done: dict[tuple[Any, ...], dict[str, Any]],
@@ -200,20 +182,16 @@ def _measure_cell(
     answers: list[str] = []
     for turn in range(cell.turn):
         earlier = Cell(cell.task, cell.prompt, turn, cell.temperature, cell.seed)
-        [baseline] = [method for method in methods if method.name == BASELINE]
-        answers.append(model.decode(done[_key_of(earlier, baseline)]["tokens"]))
+        answers.append(model.decode(done[_key_of(earlier, METHODS[BASELINE])]["tokens"]))
     prompt_ids = model.encode_chat(conversation(cell.prompt, answers))
     sampling = SamplingConfig(temperature=cell.temperature, seed=cell.seed)
-    turn_taking = methods[number % len(methods) :] + methods[: number % len(methods)]
-    for method in turn_taking:
+    first = number % len(runners)
+    for runner in runners[first:] + runners[:first]:
+        method = runner.method
         key = _key_of(cell, method)
         if key in done:
             continue
-        target = targets[method.precision]
-        drafter = method.make_drafter(draft) if method.make_drafter else None
-        generation = generate(
-            target, prompt_ids, drafter=drafter, sampling=sampling, max_new_tokens=max_new_tokens
-        )
+        generation = runner.run(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens)
         row = {
             "task": cell.task,
             "question_id": cell.prompt.question_id,
@@ -221,7 +199,7 @@ def _measure_cell(
             "temperature": cell.temperature,
             "seed": cell.seed,
             "method": method.name,
-            "engine": engine_name(target),
+            "engine": engine_name(runner.target),
             **measurements(generation),
         }
         done[key] = row

@@ -1,57 +1,114 @@
 """The methods that a benchmark compares: who verifies, and who drafts.
 
 The four cells of the comparison are {full precision, INT8} x {plain, n-gram}: Quasar is the last
-one. All four are measured in one run and counted identically, so that a gain can be split into
+one. The others change one thing about Quasar: the drafter, the length of the draft, or who has the
+last word. All are measured in one run and counted identically, so that a gain can be split into
 what a longer acceptance length gives and what a cheaper verify step gives.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from quasar_lab.drafting import Drafter, NGramDrafter
+from quasar_lab.draft import check_whole
+from quasar_lab.drafting import (
+    AdaptiveDrafter,
+    Drafter,
+    LayerSkipDrafter,
+    NGramDrafter,
+    SuffixDrafter,
+)
 from quasar_lab.errors import UserError
+from quasar_lab.targets import Target
 
 FULL, INT8 = "full", "int8"
+
+BuildTarget = Callable[[Any], Target]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """What the drafters are built with: tokens a draft, and the n-gram lengths looked up."""
+    """What the drafters are built with.
+
+    num_draft_tokens: tokens a draft at most. max_ngram, min_ngram: lengths of the n-grams looked
+    up. max_adaptive_tokens: the most that the adaptive length may choose. kept_layers: the share
+    of the model's layers that drafts in layer-skip. confirm_every: tokens of a block that full
+    precision confirms in the lossless method.
+    """
 
     num_draft_tokens: int = 5
     max_ngram: int = 3
     min_ngram: int = 1
+    max_adaptive_tokens: int = 16
+    kept_layers: float = 0.5
+    confirm_every: int = 8
 
     def __post_init__(self) -> None:
         self.ngram_drafter()  # raises UserError for values out of range
+        check_whole("max_adaptive_tokens", self.max_adaptive_tokens)
+        check_whole("confirm_every", self.confirm_every)
+        if not isinstance(self.kept_layers, float) or not 0 < self.kept_layers <= 1:
+            raise UserError(f"kept_layers is {self.kept_layers!r}: it must be a share up to 1.0")
 
-    def ngram_drafter(self) -> NGramDrafter:
+    def ngram_drafter(self, num_draft_tokens: int | None = None) -> NGramDrafter:
         return NGramDrafter(
             max_ngram=self.max_ngram,
             min_ngram=self.min_ngram,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens
+            if num_draft_tokens is None
+            else num_draft_tokens,
         )
+
+
+def _ngram(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
+    return draft.ngram_drafter()
+
+
+def _suffix(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
+    return SuffixDrafter(draft.num_draft_tokens)
+
+
+def _layer_skip(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
+    return LayerSkipDrafter(model, draft.kept_layers, draft.num_draft_tokens, engine=build)
+
+
+def _adaptive(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
+    most = draft.max_adaptive_tokens
+    return AdaptiveDrafter(draft.ngram_drafter(most), most)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to decode. precision: of the target that verifies, "full" or "int8"."""
+    """One way to decode.
+
+    precision: of the target that verifies, "full" or "int8". make_drafter: given the settings, the
+    verifying model and what builds a `Target` of a model; a drafter serves every prompt of a run.
+    confirm: the precision of the target that confirms what the verifier emits (lossless mode).
+    """
 
     name: str
     label: str
     precision: str
-    make_drafter: Callable[[DraftSettings], Drafter] | None = None
+    make_drafter: Callable[[DraftSettings, Any, BuildTarget], Drafter] | None = None
+    confirm: str | None = None
 
 
 METHODS = {
     method.name: method
     for method in (
         Method("plain", "plain", FULL),
-        Method("ngram", "n-gram", FULL, DraftSettings.ngram_drafter),
+        Method("ngram", "n-gram", FULL, _ngram),
         Method("int8", "plain, INT8", INT8),
-        Method("quasar", "n-gram, INT8 (Quasar)", INT8, DraftSettings.ngram_drafter),
+        Method("quasar", "n-gram, INT8 (Quasar)", INT8, _ngram),
+        Method("suffix", "suffix, INT8", INT8, _suffix),
+        Method("layer_skip", "layer-skip, INT8", INT8, _layer_skip),
+        Method("adaptive", "adaptive n-gram, INT8", INT8, _adaptive),
+        Method("lossless", "n-gram, INT8, confirmed", INT8, _ngram, confirm=FULL),
     )
 }
+
+# What the demo compares: {full precision, INT8} x {plain, n-gram}.
+FOUR_CELLS = ("plain", "ngram", "int8", "quasar")
 
 # Every ratio is taken against this one.
 BASELINE = "plain"

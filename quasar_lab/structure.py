@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quasar_lab.errors import UserError
+from quasar_lab.quantized_linear import W8A8Linear
 
 
 def describe(value: object) -> str:
@@ -69,18 +70,26 @@ def weight_matrix(module: nn.Module, channels: int | None = None) -> Float[Tenso
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module of the decoder layers: the largest `ModuleList` that holds linears."""
+    """Name -> module of the decoder layers: the largest `ModuleList` that holds linears.
+
+    Those of a quantised model count as well.
+    """
     best: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > len(best):
             layers = {f"{name}.{i}": layer for i, layer in enumerate(module)}
             # the experts of one layer are a ModuleList as well
             nested = any(name.startswith(f"{outer}.") for outer in best)
-            if not nested and all(weight_modules(layer) for layer in layers.values()):
+            if not nested and all(_multiplies(layer) for layer in layers.values()):
                 best = layers
     if not best:
         raise UserError(f"found no decoder layers (a ModuleList) in a {type(model).__name__}")
     return best
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    quantized = any(isinstance(module, W8A8Linear) for module in layer.modules())
+    return quantized or bool(weight_modules(layer))
 
 
 def matches(name: str, pattern: str) -> bool:

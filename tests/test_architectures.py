@@ -8,7 +8,7 @@ import transformers
 from tiny_models import FAMILIES, HIDDEN, VOCAB, tiny_model
 from torch import nn
 
-from quasar_lab import ActivationStats, UserError, calibrate
+from quasar_lab import ActivationStats, QuantizationConfig, UserError, calibrate, quantize
 from quasar_lab.architectures import (
     Architecture,
     SmoothingGroup,
@@ -182,6 +182,13 @@ def test_every_group_is_right(family):
         list(decoder_layers(model)) == sorted(decoder_layers(model))
         and len(decoder_layers(model)) == 3
     )
+
+
+def test_a_quantised_model_has_its_decoder_layers():
+    """Guards against layers that hold no parameter of two dimensions, only INT8 buffers."""
+    model = tiny_model("llama")
+    quantized = quantize(model, None, QuantizationConfig(smoothing="none"))
+    assert list(decoder_layers(quantized)) == list(decoder_layers(model))
 
 
 def test_a_missing_reader_is_found_out():

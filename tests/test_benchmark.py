@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from quasar_lab import Prompt, UserError, run_benchmark
-from quasar_lab import benchmark as benchmark_module
-from quasar_lab.methods import METHODS, DraftSettings
+from quasar_lab import runners as runners_module
+from quasar_lab.methods import FOUR_CELLS, FULL, METHODS, DraftSettings
 
 TASKS = {
     "chat": [Prompt(1, "chat", ("one two one two", "and again")), Prompt(2, "chat", ("abcabc",))],
@@ -18,7 +18,8 @@ OPTIONS = dict(tasks=TASKS, max_new_tokens=12, progress=False)
 
 @pytest.fixture(scope="module")
 def rows(tiny_language_model) -> pd.DataFrame:
-    return run_benchmark(tiny_language_model, **OPTIONS)
+    draft = DraftSettings(confirm_every=3)
+    return run_benchmark(tiny_language_model, METHODS, draft=draft, **OPTIONS)
 
 
 def test_every_method_runs_on_every_turn(rows) -> None:
@@ -32,8 +33,23 @@ def test_same_target_same_greedy_text(rows) -> None:
     """Speculation must not change what its own target says."""
     for _, group in rows.groupby(["question_id", "turn"]):
         tokens = dict(zip(group["method"], group["tokens"], strict=True))
-        assert tokens["ngram"] == tokens["plain"]
-        assert tokens["quasar"] == tokens["int8"]
+        for method in METHODS.values():
+            says = "plain" if FULL in (method.precision, method.confirm) else "int8"
+            assert tokens[method.name] == tokens[says], method.name
+
+
+def test_every_speculative_method_drafts(rows) -> None:
+    """A drafter that is built but never asked would pass every comparison of texts."""
+    drafted = rows.groupby("method")["drafted"].sum()
+    assert (drafted.drop(["plain", "int8"]) > 0).all()
+    lossless = rows[rows["method"] == "lossless"]
+    assert (lossless["drafted"] <= 3 * lossless["steps"]).all()  # blocks of confirm_every
+
+
+def test_the_four_cells_are_what_runs_by_default(tiny_language_model) -> None:
+    tasks = {"code": TASKS["code"]}
+    rows = run_benchmark(tiny_language_model, tasks=tasks, max_new_tokens=2, progress=False)
+    assert tuple(rows["method"]) == FOUR_CELLS
 
 
 def test_plain_decoding_takes_one_step_a_token(rows) -> None:
@@ -50,7 +66,7 @@ def test_every_method_continues_the_same_conversation(rows) -> None:
 def test_a_killed_run_continues_without_loss_or_repetition(tiny_language_model, tmp_path,
                                                            monkeypatch) -> None:  # fmt: skip
     path = tmp_path / "rows.jsonl"
-    real, calls = benchmark_module.generate, []
+    real, calls = runners_module.generate, []
 
     def dies_after(count: int):
         def generate(*args, **kwargs):
@@ -64,11 +80,11 @@ def test_a_killed_run_continues_without_loss_or_repetition(tiny_language_model, 
         return generate
 
     for count in (3, 8):
-        monkeypatch.setattr(benchmark_module, "generate", dies_after(count))
+        monkeypatch.setattr(runners_module, "generate", dies_after(count))
         with pytest.raises(KeyboardInterrupt):
             run_benchmark(tiny_language_model, results=path, **OPTIONS)
         calls.clear()
-    monkeypatch.setattr(benchmark_module, "generate", real)
+    monkeypatch.setattr(runners_module, "generate", real)
     rows = run_benchmark(tiny_language_model, results=path, **OPTIONS)
     keys = ["task", "question_id", "turn", "method"]
     assert len(rows) == 16 and not rows.duplicated(keys).any()
@@ -117,3 +133,6 @@ def test_draft_settings_are_checked_when_they_are_made() -> None:
         DraftSettings(0)
     with pytest.raises(UserError):
         DraftSettings(max_ngram=1, min_ngram=2)
+    for wrong in ({"kept_layers": 0.0}, {"confirm_every": 0}, {"max_adaptive_tokens": -1}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            DraftSettings(**wrong)
