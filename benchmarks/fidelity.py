@@ -60,6 +60,7 @@ def recipes() -> dict[str, tuple[QuantizationConfig, float | None]]:
     add("smoothquant 0.5, down_proj full", "smoothquant", 0.5, groups=norms, skip=NO_DOWN)
     add("m2, down_proj full", "m2", groups=norms, skip=NO_DOWN)
     add("alpha auto+all, down_proj full", "smoothquant", "auto", groups=GROUP_KINDS, skip=NO_DOWN)
+    add("alpha auto+all, lm_head INT8", "smoothquant", "auto", groups=GROUP_KINDS, skip=())
     add("alpha auto+all, budget .004", "smoothquant", "auto", groups=GROUP_KINDS, budget_kl=0.004)
     return table
 

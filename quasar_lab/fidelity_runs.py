@@ -78,9 +78,9 @@ def compare_models(
         ids = torch.tensor([*text.prompt, *text.tokens])
         if len(ids) <= start:
             continue
-        expected = _next_token_logits(as_module(reference), ids, start)
+        expected = next_token_logits(as_module(reference), ids, start)
         for name, model in models.items():
-            table = compare_logits(expected, _next_token_logits(model, ids, start), temperature)
+            table = compare_logits(expected, next_token_logits(model, ids, start), temperature)
             place = {"variant": name, "text": index, "label": text.label}
             table.insert(0, "position", range(start, len(ids)))
             table.insert(1, "token", ids[start:].numpy())
@@ -91,7 +91,7 @@ def compare_models(
 
 
 @torch.no_grad()
-def _next_token_logits(model: nn.Module, ids: Tensor, start: int) -> Float[Tensor, "T V"]:
+def next_token_logits(model: nn.Module, ids: Tensor, start: int) -> Float[Tensor, "T V"]:
     """The logits that predict ids[start:], each seeing all tokens before it."""
     device = next(model.parameters()).device
     keep = len(ids) - start

@@ -5,6 +5,7 @@ One run of each model is compared at all temperatures, since a temperature only 
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.errors import UserError
 from quasar_lab.fidelity import compare_logits
-from quasar_lab.fidelity_runs import Text, _next_token_logits
+from quasar_lab.fidelity_runs import Text, next_token_logits
 from quasar_lab.quantization import QuantizationConfig, quantize
 from quasar_lab.structure import as_module
 
@@ -25,6 +26,8 @@ LAYER_GROUPS: dict[str, tuple[str, ...]] = {
     "gate, up": ("self_attn", "down_proj"),
     "down": ("self_attn", "gate_proj", "up_proj"),
 }
+
+_DEFAULT = QuantizationConfig()
 
 
 def compare_at_temperatures(
@@ -43,12 +46,12 @@ def compare_at_temperatures(
     rows = [_context(text) for text in texts]
     if not rows or not temperatures or not variants:
         raise UserError("nothing to compare: pass texts, temperatures and variants")
-    expected = [_next_token_logits(as_module(reference), ids, start) for ids, start in rows]
+    expected = [next_token_logits(as_module(reference), ids, start) for ids, start in rows]
     tables = []
     for name, variant in variants.items():
         model = as_module(variant() if _is_maker(variant) else variant)  # type: ignore[operator]
         for index, (ids, start) in enumerate(rows):
-            other = _next_token_logits(model, ids, start)
+            other = next_token_logits(model, ids, start)
             for temperature in temperatures:
                 table = compare_logits(expected[index], other, temperature)
                 place = {
@@ -78,20 +81,20 @@ def _context(text: Text) -> tuple[Tensor, int]:
 def layer_group_variants(
     model: object,
     stats: Mapping[str, ActivationStats] | None,
+    config: QuantizationConfig = _DEFAULT,
     *,
-    smoothing: str = "smoothquant",
-    alpha: float = 0.5,
     groups: Mapping[str, tuple[str, ...]] = LAYER_GROUPS,
 ) -> dict[str, Callable[[], nn.Module]]:
     """Makers of models in which only one kind of linear is W8A8, and of one with all of them.
 
-    groups: name -> skip patterns of the linears that stay in full precision (lm_head always does).
+    config: how they are quantised; groups: name -> skip patterns of the linears that stay in full
+    precision beside those of `config`.
     """
     module = as_module(model)
 
     def maker(skip: tuple[str, ...]) -> Callable[[], nn.Module]:
-        config = QuantizationConfig(smoothing=smoothing, alpha=alpha, skip=("lm_head", *skip))
-        return lambda: quantize(module, stats, config)
+        rest = replace(config, skip=(*config.skip, *skip))
+        return lambda: quantize(module, stats, rest)
 
     return {name: maker(skip) for name, skip in groups.items()} | {"all of them": maker(())}
 

@@ -32,19 +32,23 @@ __all__ = ["QuantizationConfig", "W8A8Linear", "quantization_report", "quantize"
 class QuantizationConfig:
     """What `quantize` does.
 
-    smoothing: "m2" (Quasar's), "smoothquant" or "none"; alpha: SmoothQuant's, a number in [0, 1]
+    The default is the recipe that stays closest to full precision (benchmarks/fidelity.py);
+    `QuantizationConfig("m2")` is the paper's.
+
+    smoothing: "smoothquant", "m2" (Quasar's) or "none"; alpha: SmoothQuant's, a number in [0, 1]
     or "auto" (searched for each group); skip: name patterns of linears that stay in full
     precision, a run of whole name parts with wildcards ("lm_head", "down_proj", "layers.11",
     "model.layers.*.mlp"); groups: what is smoothed, kinds out of "norms" (a norm and its readers),
-    "v_o" (value and output projection), "up_down" (up and down projection), or `SmoothingGroup`s;
-    backend: the INT8 GEMM of the new linears; num_candidates: thresholds that m2 tries.
+    "v_o" (value and output projection), "up_down" (up and down projection), or `SmoothingGroup`s
+    (default: all kinds; for m2 the norms alone, as published); backend: the INT8 GEMM of the new
+    linears; num_candidates: thresholds that m2 tries.
     """
 
-    smoothing: str = "m2"
-    alpha: float | str = 0.5
+    smoothing: str = "smoothquant"
+    alpha: float | str = "auto"
     # "| Any": a single name and a list are taken too, and become tuples below
     skip: tuple[str, ...] | Any = ("lm_head",)
-    groups: tuple[str | SmoothingGroup, ...] | Any = ("norms",)
+    groups: tuple[str | SmoothingGroup, ...] | Any = None
     backend: str = "auto"
     num_candidates: int = 100
 
@@ -57,6 +61,8 @@ class QuantizationConfig:
             and 0 <= self.alpha <= 1
         ):
             raise UserError(f'alpha is {self.alpha!r}: choose a number from 0 to 1, or "auto"')
+        if self.groups is None:
+            object.__setattr__(self, "groups", default_groups(self.smoothing))
         for field in ("skip", "groups"):
             value = getattr(self, field)
             value = (value,) if isinstance(value, (str, SmoothingGroup)) else tuple(value)
@@ -69,6 +75,11 @@ class QuantizationConfig:
         if self.backend != "auto" and self.backend not in int8_gemm.available_backends():
             known = ", ".join(["auto", *int8_gemm.available_backends()])
             raise UserError(f"backend is {self.backend!r}: choose from {known}")
+
+
+def default_groups(smoothing: str) -> tuple[str, ...]:
+    """The kinds of groups that a method smooths unless told otherwise."""
+    return ("norms",) if smoothing == "m2" else GROUP_KINDS
 
 
 _DEFAULT = QuantizationConfig()

@@ -75,7 +75,7 @@ def test_nothing_to_compare(model) -> None:
 def test_layer_groups_round_each_linear_once(model) -> None:
     """Groups that overlap or leave a linear out would not add up to the whole."""
     names: dict[str, set[str]] = {}
-    for group, make in layer_group_variants(model, None, smoothing="none").items():
+    for group, make in layer_group_variants(model, None, QuantizationConfig("none")).items():
         names[group] = {n for n, m in make().named_modules() if isinstance(m, W8A8Linear)}
     everything = names.pop("all of them")
     assert set.union(*names.values()) == everything

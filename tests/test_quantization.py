@@ -18,13 +18,12 @@ from quasar_lab import (
     quantize,
     quantize_weight,
 )
-from quasar_lab.architectures import SmoothingGroup
+from quasar_lab.architectures import GROUP_KINDS, SmoothingGroup
 from quasar_lab.int8_gemm import quantize_activation
 from quasar_lab.quantization import quantization_report
 from quasar_lab.structure import linear_layers
 
 IDS = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
-EVERYTHING = ("norms", "v_o", "up_down")
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
 
 
@@ -57,7 +56,7 @@ def test_every_family(family, smoothing):
     before = state(model)
     stats = calibrate(model, [IDS])
     method, alpha = ("smoothquant", "auto") if smoothing == "auto" else (smoothing, 0.5)
-    quantized = quantize(model, stats, QuantizationConfig(method, alpha, groups=EVERYTHING))
+    quantized = quantize(model, stats, QuantizationConfig(method, alpha, groups=GROUP_KINDS))
     for name in linear_layers(model):
         expected = type(model.get_submodule(name)) if name == "lm_head" else W8A8Linear
         assert type(quantized.get_submodule(name)) is expected, name
@@ -95,7 +94,7 @@ def test_source_and_result_are_independent(family):
 
 def test_tied_embeddings(model, stats):
     """Case 29: embed_tokens is unchanged bit for bit, and still tied to the head."""
-    quantized = quantize(model, stats, QuantizationConfig(groups=EVERYTHING))
+    quantized = quantize(model, stats, QuantizationConfig(groups=GROUP_KINDS))
     assert torch.equal(quantized.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert quantized.lm_head.weight is quantized.model.embed_tokens.weight
     # with the head in W8A8 as well the embedding stays what it was
@@ -113,7 +112,7 @@ def test_dead_channels_and_rows(model):
     layer.self_attn.q_proj.weight[:, 2] = 0
     layer.mlp.up_proj.weight[5] = 0  # a dead channel of down_proj's input
     for smoothing, alpha in (("m2", 0.5), ("smoothquant", 0.5), ("smoothquant", "auto")):
-        config = QuantizationConfig(smoothing, alpha, groups=EVERYTHING)
+        config = QuantizationConfig(smoothing, alpha, groups=GROUP_KINDS)
         quantized = quantize(model, calibrate(model, [IDS]), config)
         assert mean_kl(model, quantized) < 0.02
         assert quantized.model.layers[1].mlp.up_proj.weight_scale[5] == 0
@@ -183,7 +182,7 @@ def test_moving_between_devices(model, stats):
 
 def test_repr_tells_the_scheme(stats, model):
     """Guards the printed model: scheme, shape, backend and smoothing can be read off."""
-    config = QuantizationConfig("smoothquant", 0.7, backend="reference")
+    config = QuantizationConfig("smoothquant", 0.7, groups="norms", backend="reference")
     quantized = quantize(model, stats, config)
     text = repr(quantized.get_submodule("model.layers.0.mlp.gate_proj"))
     for part in ("W8A8", "in_features=32, out_features=48", "backend=reference", "alpha 0.7"):
@@ -219,7 +218,7 @@ def test_skip_patterns(model, stats):
     with pytest.raises(UserError, match="skip pattern 'down_prj' matches no linear"):
         quantize(model, stats, QuantizationConfig(skip=("down_prj",)))
     # everything skipped: the model computes what it did
-    same = quantize(model, stats, QuantizationConfig(skip=("*",), groups=EVERYTHING))
+    same = quantize(model, stats, QuantizationConfig(skip=("*",), groups=GROUP_KINDS))
     assert torch.equal(same(IDS).logits, model(IDS).logits)
 
 
@@ -235,7 +234,7 @@ def test_the_head_is_found_by_its_role():
 
 def test_the_report(model, stats):
     """Guards the report: each linear is smoothed, not smoothed or skipped, and why."""
-    report = quantization_report(quantize(model, stats, QuantizationConfig(groups=("norms",))))
+    report = quantization_report(quantize(model, stats, QuantizationConfig("m2")))
     report = report.set_index("name")
     assert len(report) == 22
     gate = report.loc["model.layers.0.mlp.gate_proj"]
@@ -246,6 +245,15 @@ def test_the_report(model, stats):
     assert (head.precision, head.reason) == ("full", "skipped: matches 'lm_head'")
     with pytest.raises(UserError, match=r"does not come from quantize\(\)"):
         quantization_report(model)
+
+
+def test_the_default_recipe():
+    """Guards the defaults: alpha searched in every kind of group; m2 as the paper has it."""
+    default = QuantizationConfig()
+    assert (default.smoothing, default.alpha) == ("smoothquant", "auto")
+    assert default.groups == GROUP_KINDS and default.skip == ("lm_head",)
+    assert QuantizationConfig("m2").groups == ("norms",)
+    assert QuantizationConfig("m2", groups="v_o").groups == ("v_o",)
 
 
 def test_an_outlier_is_flagged(model):
@@ -262,7 +270,7 @@ def test_explicit_groups(model, stats):
     """Guards user-given groups: they are used, checked, and a wrong one is refused."""
     norm, mlp = "model.layers.2.post_attention_layernorm", "model.layers.2.mlp."
     group = SmoothingGroup("norms", norm, (mlp + "gate_proj", mlp + "up_proj"), 32)
-    report = quantization_report(quantize(model, stats, QuantizationConfig(groups=(group,))))
+    report = quantization_report(quantize(model, stats, QuantizationConfig("m2", groups=(group,))))
     assert set(report.name[report.smoothing == "m2"]) == {mlp + "gate_proj", mlp + "up_proj"}
     half = SmoothingGroup("norms", norm, (mlp + "gate_proj",), 32)
     with pytest.raises(UserError, match="not exact: more than the listed modules read"):
@@ -272,7 +280,8 @@ def test_explicit_groups(model, stats):
 def test_groups_that_do_not_fit_are_left_out():
     """Guards an OPT with GELU: fc1 -> fc2 does not commute with a scale, so it is not smoothed."""
     model = tiny_model("opt", activation_function="gelu")
-    quantized = quantize(model, calibrate(model, [IDS]), QuantizationConfig(groups=EVERYTHING))
+    config = QuantizationConfig("m2", groups=GROUP_KINDS)
+    quantized = quantize(model, calibrate(model, [IDS]), config)
     report = quantization_report(quantized).set_index("name")
     assert "not exact" in report.reason["model.decoder.layers.0.fc2"]
     assert report.smoothing["model.decoder.layers.0.self_attn.out_proj"] == "m2"
@@ -320,7 +329,7 @@ def test_nan_weights_name_the_linear(model, stats):
     """Guards against an INT8 model of garbage: the linear is named."""
     broken = copy.deepcopy(model)
     broken.get_submodule(DOWN_PROJ).weight[0, 0] = torch.nan
-    for config in (QuantizationConfig("none"), QuantizationConfig(groups=EVERYTHING)):
+    for config in (QuantizationConfig("none"), QuantizationConfig(groups=GROUP_KINDS)):
         with pytest.raises(UserError, match=rf"{DOWN_PROJ}: NaN or Inf"):
             quantize(broken, stats, config)
 
@@ -349,7 +358,7 @@ def test_peak_memory():
         "llama", dtype=torch.float32, num_hidden_layers=8, hidden_size=64, intermediate_size=128
     )
     stats = calibrate(model, [IDS], max_sample_tokens=8)
-    config = QuantizationConfig("smoothquant", groups=EVERYTHING)
+    config = QuantizationConfig("smoothquant", groups=GROUP_KINDS)
     quantize(model, stats, config)  # what is made once and kept, such as compiled kernels
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         quantized = quantize(model, stats, config)
