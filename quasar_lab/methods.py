@@ -7,7 +7,7 @@ what a longer acceptance length gives and what a cheaper verify step gives.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from quasar_lab.draft import check_whole
@@ -60,6 +60,9 @@ class DraftSettings:
         )
 
 
+DRAFT_COLUMNS = tuple(field.name for field in fields(DraftSettings))
+
+
 def _ngram(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
     return draft.ngram_drafter()
 
@@ -91,6 +94,19 @@ class Method:
     precision: str
     make_drafter: Callable[[DraftSettings, Any, BuildTarget], Drafter] | None = None
     confirm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method, with the settings of its drafter (None: it drafts nothing)."""
+
+    method: Method
+    draft: DraftSettings | None
+
+    def columns(self) -> dict[str, Any]:
+        """What a row says of it."""
+        drafting = asdict(self.draft) if self.draft else dict.fromkeys(DRAFT_COLUMNS)
+        return {"method": self.method.name, **drafting}
 
 
 METHODS = {

@@ -6,8 +6,9 @@ where it stopped. Lines of another run (other settings) are refused rather than 
 
 import json
 import os
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from quasar_lab.errors import UserError
 
@@ -21,6 +22,39 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_results(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings and the rows of a result file, which may be unfinished; it is not changed.
+
+    Raises UserError for a file that cannot be read or is none of quasar-lab's.
+    """
+    try:
+        _, _, settings, rows = _parse(Path(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return settings, rows
+
+
+def _parse(path: Path) -> tuple[str, str, dict[str, Any], list[dict[str, Any]]]:
+    """The text, its complete lines, and what they hold."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        # a run killed while it wrote leaves a last line without its end: leave it out
+        complete = text[: text.rfind("\n") + 1]
+        head, *rows = [json.loads(line) for line in complete.splitlines()]
+        return text, complete, dict(head["settings"]), rows
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no result file of quasar-lab: choose another") from error
+
+
+@runtime_checkable
+class RowStore(Protocol):
+    """What a benchmark reads finished rows from and adds new ones to."""
+
+    rows: list[dict[str, Any]]
+
+    def append(self, row: dict[str, Any]) -> None: ...
 
 
 class ResultFile:
@@ -44,21 +78,14 @@ class ResultFile:
             raise UserError(f"cannot use the result file {path}: {error.strerror}") from error
 
     def _resume(self, path: Path, settings: dict[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8")
-        # a run killed while it wrote leaves a last line without its end: drop it
-        complete = text[: text.rfind("\n") + 1]
-        try:
-            head, *lines = [json.loads(line) for line in complete.splitlines()]
-            found = head["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is no result file of quasar-lab: choose another") from error
+        text, complete, found, lines = _parse(path)
         wanted = json.loads(json.dumps(settings))
         different = [key for key in {*found, *wanted} if found.get(key) != wanted.get(key)]
         if different:
             key = sorted(different)[0]
             raise UserError(
-                f"{path} holds a run with {key} = {found.get(key)!r}, this one has "
-                f"{wanted.get(key)!r}: delete the file or choose another"
+                f"{path} holds a run with {key} = {reprlib.repr(found.get(key))}, this one has "
+                f"{reprlib.repr(wanted.get(key))}: delete the file or choose another"
             )
         self.rows = lines
         if complete != text:

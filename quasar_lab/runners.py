@@ -11,7 +11,7 @@ from quasar_lab.decoding import generate
 from quasar_lab.engines import build_target
 from quasar_lab.generation import Generation
 from quasar_lab.loading import LanguageModel
-from quasar_lab.methods import FULL, INT8, DraftSettings, Method
+from quasar_lab.methods import FULL, INT8, Variant
 from quasar_lab.targets import Target
 
 _WARM_UP_TOKENS = 8
@@ -19,12 +19,12 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A method with its target and its drafter.
+    """A method with its settings, its target and its drafter.
 
     options: the drafter and what confirms, as `generate` takes them.
     """
 
-    method: Method
+    variant: Variant
     target: Target
     options: dict[str, Any]
 
@@ -36,28 +36,29 @@ class Runner:
 def make_runners(
     model: LanguageModel,
     quantized: Any,
-    methods: Iterable[Method],
-    draft: DraftSettings,
+    variants: Iterable[Variant],
     engine: str = "auto",
 ) -> list[Runner]:
     """Methods of the same precision share a target, and with it one KV cache: run one at a time.
 
     quantized: the INT8 verifier, None if no method needs it. engine: see `engines.build_target`.
     """
-    methods = list(methods)
+    variants = list(variants)
+    methods = [variant.method for variant in variants]
     models = {FULL: model.model, INT8: quantized}
     build = partial(build_target, engine=engine)
     needed = sorted({p for method in methods for p in (method.precision, method.confirm) if p})
     targets = {precision: build(models[precision]) for precision in needed}
     runners = []
-    for method in methods:
+    for variant in variants:
+        method, draft = variant.method, variant.draft
         options: dict[str, Any] = {}
-        if method.make_drafter is not None:
+        if method.make_drafter is not None and draft is not None:
             options["drafter"] = method.make_drafter(draft, models[method.precision], build)
-        if method.confirm is not None:
-            options["confirm_with"] = targets[method.confirm]
-            options["confirm_every"] = draft.confirm_every
-        runners.append(Runner(method, targets[method.precision], options))
+            if method.confirm is not None:
+                options["confirm_with"] = targets[method.confirm]
+                options["confirm_every"] = draft.confirm_every
+        runners.append(Runner(variant, targets[method.precision], options))
     return runners
 
 
