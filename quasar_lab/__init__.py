@@ -46,6 +46,8 @@ _HOME = {
     "Trace": "trace",
     "reprice": "repricing",
     "compare_logits": "fidelity",
+    "prune_layers": "pruning",
+    "prune_width": "pruning_width",
     "Prompt": "tasks",
     "load_task": "tasks",
     "load_calibration_texts": "tasks",

@@ -19,9 +19,15 @@ from quasar_lab.drafting import (
     SuffixDrafter,
 )
 from quasar_lab.errors import UserError
+from quasar_lab.pruning import kept_layers
+from quasar_lab.structure import as_module
 from quasar_lab.targets import Target
 
 FULL, INT8 = "full", "int8"
+
+# The paper's keep ratios, as percentages of the layers: precision names of pruned verifiers.
+KEEP_PERCENT = (90, 75, 50)
+PRUNED = {f"pruned_{percent}": percent / 100 for percent in KEEP_PERCENT}
 
 BuildTarget = Callable[[Any], Target]
 
@@ -80,11 +86,22 @@ def _adaptive(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
     return AdaptiveDrafter(draft.ngram_drafter(most), most)
 
 
+def _pruned(keep: float) -> Callable[[DraftSettings, Any, BuildTarget], Drafter]:
+    """A drafter with evenly spaced layers of the verifier, sharing its weights."""
+
+    def make(draft: DraftSettings, model: Any, build: BuildTarget) -> Drafter:
+        kept = kept_layers(as_module(model), keep)
+        return LayerSkipDrafter(model, kept, draft.num_draft_tokens, engine=build)
+
+    return make
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One way to decode.
 
-    precision: of the target that verifies, "full" or "int8". make_drafter: given the settings, the
+    precision: of the target that verifies, "full", "int8" or one of `PRUNED` (full precision, fewer
+    layers). make_drafter: given the settings, the
     verifying model and what builds a `Target` of a model; a drafter serves every prompt of a run.
     confirm: the precision of the target that confirms what the verifier emits (lossless mode).
     """
@@ -120,6 +137,25 @@ METHODS = {
         Method("layer_skip", "layer-skip, INT8", INT8, _layer_skip),
         Method("adaptive", "adaptive n-gram, INT8", INT8, _adaptive),
         Method("lossless", "n-gram, INT8, confirmed", INT8, _ngram, confirm=FULL),
+        # the pruning ablation in both readings: who is it that has fewer layers?
+        *(
+            Method(
+                f"pruned_verifier_{percent}",
+                f"n-gram, {percent} % of layers verify",
+                f"pruned_{percent}",
+                _ngram,
+            )
+            for percent in KEEP_PERCENT
+        ),
+        *(
+            Method(
+                f"pruned_drafter_{percent}",
+                f"{percent} % of layers draft, all verify",
+                FULL,
+                _pruned(percent / 100),
+            )
+            for percent in KEEP_PERCENT
+        ),
     )
 }
 

@@ -11,7 +11,8 @@ from quasar_lab.decoding import generate
 from quasar_lab.engines import build_target
 from quasar_lab.generation import Generation
 from quasar_lab.loading import LanguageModel
-from quasar_lab.methods import FULL, INT8, Variant
+from quasar_lab.methods import FULL, INT8, PRUNED, Variant
+from quasar_lab.pruning import prune_layers
 from quasar_lab.targets import Target
 
 _WARM_UP_TOKENS = 8
@@ -48,6 +49,7 @@ def make_runners(
     models = {FULL: model.model, INT8: quantized}
     build = partial(build_target, engine=engine)
     needed = sorted({p for method in methods for p in (method.precision, method.confirm) if p})
+    models |= {name: prune_layers(model.model, PRUNED[name]) for name in needed if name in PRUNED}
     targets = {precision: build(models[precision]) for precision in needed}
     runners = []
     for variant in variants:

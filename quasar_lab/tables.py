@@ -14,7 +14,7 @@ import pandas as pd
 
 from quasar_lab.errors import UserError
 from quasar_lab.methods import BASELINE, DRAFT_COLUMNS, DraftSettings
-from quasar_lab.paper_figures import paper_table
+from quasar_lab.paper_figures import paper_pruning, paper_table
 from quasar_lab.summary import interval, resample, summarize
 
 ALL_TASKS, MEAN_OF_TASKS = "all tasks", "mean of tasks"
@@ -25,7 +25,7 @@ _COLUMNS = (
     *_WHERE, "method", *_DRAFT, "label", "prompts", "tokens_per_second",
     "speedup", "speedup_low", "speedup_high",
     "mean_acceptance_length", "mean_acceptance_length_low", "mean_acceptance_length_high",
-    "verify_step_in_plain_steps", "draft_acceptance",
+    "verify_step_in_plain_steps", "draft_acceptance", "same_as_baseline",
 )  # fmt: skip
 _BOUNDS = [f"{name}_{bound}" for name in _MEASURED for bound in ("low", "high")]
 
@@ -37,7 +37,8 @@ def measured_table(rows: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     mean of their figures, which is what the paper reports. Columns: model, temperature, task,
     method, the fields of `DraftSettings`, label, prompts, tokens_per_second (median),
     speedup, mean_acceptance_length (L), their bounds _low and _high (95 % of 2,000 resamplings of
-    the prompts, NaN for a single prompt), verify_step_in_plain_steps (r), draft_acceptance.
+    the prompts, NaN for a single prompt), verify_step_in_plain_steps (r), draft_acceptance,
+    same_as_baseline (share of the baseline's tokens before the first difference).
     Raises UserError for rows without the baseline.
     """
     if rows.empty:
@@ -86,7 +87,7 @@ def _mean_of_tasks(rows: pd.DataFrame, by_task: pd.DataFrame, seed: int) -> pd.D
     """The mean over tasks of each figure; prompts are drawn within each task."""
     methods = list(dict.fromkeys(by_task["method"]))
     groups = by_task.groupby("method", sort=False)
-    table = groups[[*_MEASURED, "draft_acceptance"]].mean().reset_index()
+    table = groups[[*_MEASURED, "draft_acceptance", "same_as_baseline"]].mean().reset_index()
     table["label"] = groups["label"].first().to_numpy()
     table["prompts"] = groups["prompts"].sum().to_numpy()
     draws = [
@@ -136,11 +137,7 @@ def beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
     draft settings the paper's is taken, 5 tokens and n-grams of 1 to 3, or else the first. The two
     were measured on other models and machines: compare the pattern, not the numbers.
     """
-    drafting = measured[measured["num_draft_tokens"].notna()]
-    its_own = (drafting[_DRAFT] == list(asdict(DraftSettings()).values())).all(axis=1)
-    if not its_own.any():
-        its_own = (drafting[_DRAFT] == drafting[_DRAFT].iloc[:1].to_numpy()).all(axis=1)
-    measured = drafting[its_own]
+    measured = _default_draft(measured)
     mean = measured[measured["task"] == MEAN_OF_TASKS]
     mean = mean if len(mean) else measured
     theirs = paper_table()
@@ -163,10 +160,46 @@ def beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
     return table.set_axis(pd.MultiIndex.from_tuples(table.columns), axis="columns")
 
 
+def by_pruning(measured: pd.DataFrame) -> pd.DataFrame:
+    """The pruning ablation in both readings, the paper's rows (second-hand) beside them.
+
+    A row a model, temperature and share of layers kept. The verifier's L says how well n-grams
+    guess *its own* text; "same text" is the share of plain decoding's tokens before it differs.
+    Raises UserError where no pruned method ran.
+    """
+    overall = _default_draft(_overall(measured))
+    overall = overall[overall["method"].str.startswith("pruned_")]
+    if overall.empty:
+        raise UserError("no pruned method ran: add pruned_verifier_75 or pruned_drafter_75")
+    paper = paper_pruning().set_index("kept_percent")
+    records: dict[Any, dict[Any, Any]] = {}
+    for row in overall.itertuples():
+        _, role, percent = str(row.method).split("_")
+        record = records.setdefault((row.model, row.temperature, int(percent)), {})
+        record[f"{role}, measured", "L"] = row.mean_acceptance_length
+        record[f"{role}, measured", "speedup"] = row.speedup
+        if role == "verifier":
+            record[f"{role}, measured", "same text"] = row.same_as_baseline
+        for name in ("L", "speedup"):
+            record["paper (second-hand), Qwen3-8B", name] = paper.loc[int(percent), name]
+    table = pd.DataFrame.from_dict(records, orient="index").sort_index(axis=1, ascending=False)
+    table.index = table.index.set_names(["model", "temperature", "layers kept, %"])
+    return table.sort_index(ascending=[True, True, False])
+
+
 def _overall(measured: pd.DataFrame) -> pd.DataFrame:
     """The rows over all tasks (of the only task, where there is one)."""
     pooled = measured[measured["task"] == ALL_TASKS]
     return pooled if len(pooled) else measured
+
+
+def _default_draft(measured: pd.DataFrame) -> pd.DataFrame:
+    """What drafts, at the default setting (the paper's), or at the first where that did not run."""
+    drafting = measured[measured["num_draft_tokens"].notna()]
+    default = (drafting[_DRAFT] == list(asdict(DraftSettings()).values())).all(axis=1)
+    if not default.any():
+        default = (drafting[_DRAFT] == drafting[_DRAFT].iloc[:1].to_numpy()).all(axis=1)
+    return drafting[default]
 
 
 def _pivot(table: pd.DataFrame, across: str) -> pd.DataFrame:

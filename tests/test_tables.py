@@ -12,6 +12,7 @@ from quasar_lab.tables import (
     MEAN_OF_TASKS,
     beside_paper,
     by_draft,
+    by_pruning,
     by_task,
     by_temperature,
     measured_table,
@@ -108,6 +109,20 @@ def test_the_paper_stands_beside_at_its_own_temperatures_and_is_marked() -> None
     theirs = table[("paper (second-hand), Qwen3-8B", "speedup")]
     assert theirs.tolist() == [1.18, 1.28, 1.15, 1.23]
     assert table[("paper (second-hand), OpenPangu-7B", "L")].tolist()[:2] == [1.27, 1.29]
+
+
+def test_the_pruning_ablation_keeps_its_two_readings_apart() -> None:
+    """A pruned verifier and a pruned drafter are two experiments; the paper's rows stand beside."""
+    data = rows(temperatures=(0.0,))
+    new_names = {"ngram": "pruned_verifier_75", "quasar": "pruned_drafter_75"}
+    table = by_pruning(measured_table(data.assign(method=data["method"].replace(new_names))))
+    row = table.loc[("m", 0.0, 75)]
+    assert row["verifier, measured", "same text"] == 1.0
+    assert row["verifier, measured", "L"] == row["drafter, measured", "L"] == 2.0
+    assert row["verifier, measured", "speedup"] != row["drafter, measured", "speedup"]
+    assert row["paper (second-hand), Qwen3-8B", "L"] == 1.27
+    with pytest.raises(UserError, match="no pruned method"):
+        by_pruning(measured_table(data))
 
 
 def test_rows_of_nothing_are_refused() -> None:
