@@ -67,6 +67,11 @@ class CalibrationStats(Mapping[str, ActivationStats]):
     def __len__(self) -> int:
         return len(self.stats)
 
+    @property
+    def amount(self) -> str:
+        """How much text was read, in words."""
+        return f"{self.num_batches} batches, {self.num_tokens} tokens"
+
     def save(self, path: str | Path) -> None:
         """Write everything to one safetensors file; shared statistics are stored once.
 
@@ -127,7 +132,7 @@ class CalibrationStats(Mapping[str, ActivationStats]):
     def __repr__(self) -> str:
         return (
             f"CalibrationStats({len(self.stats)} linears of {self.model_name or 'a model'}, "
-            f"{self.num_batches} batches, {self.num_tokens} tokens)"
+            f"{self.amount})"
         )
 
 

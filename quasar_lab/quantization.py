@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quasar_lab import int8_gemm
 from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.architectures import GROUP_KINDS, SmoothingGroup
+from quasar_lab.calibration import CalibrationStats
 from quasar_lab.errors import UserError
 from quasar_lab.folding import METHODS, Fold
 from quasar_lab.mixed_precision import meet_budget
@@ -139,7 +140,9 @@ def quantize(
         if fold.touches(name) and not isinstance(module, W8A8Linear):
             fold.apply_(name, module)
     report = report_table(model, skipped, smoothing_of, unsmoothed, stats)
-    quantized._quantization = QuantizationRecord(config, fold, report)  # type: ignore[assignment]
+    calibration = stats.amount if isinstance(stats, CalibrationStats) else ""
+    record = QuantizationRecord(config, fold, report, calibration=calibration)
+    quantized._quantization = record  # type: ignore[assignment]
     if budget_kl is not None:
         if evaluation is None:
             evaluation = getattr(stats, "sequences", None)

@@ -17,12 +17,16 @@ OUTLIER_RATIO = 100.0
 
 @dataclass(slots=True)
 class QuantizationRecord:
-    """What a quantised model remembers: its configuration, the folded scales and the report."""
+    """What a quantised model remembers: its configuration, the folded scales and the report.
+
+    calibration: how much text the statistics come from, in words.
+    """
 
     config: object
     fold: Fold
     report: pd.DataFrame
     sensitivity: pd.DataFrame | None = None
+    calibration: str = ""
 
 
 def quantization_record(model: nn.Module) -> QuantizationRecord:

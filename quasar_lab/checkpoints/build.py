@@ -40,7 +40,7 @@ def build(
     # Everything is here, so nothing needs the network, except code kept in another repository.
     options = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(str(folder), **options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
@@ -120,7 +120,7 @@ def _check_memory(parameters: int, dtype: torch.dtype, device: torch.device, lab
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep reports of transformers to itself, and its bars where nobody watches."""
     level = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()

@@ -18,10 +18,13 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def check_config(folder: Path, label: str, *, trust_remote_code: bool) -> dict[str, Any]:
+def check_config(
+    folder: Path, label: str, *, trust_remote_code: bool, quantized: bool = False
+) -> dict[str, Any]:
     """The folder's config.json as a dictionary, if it is of a causal language model.
 
-    `label` is how the user named the model. Raises UserError otherwise.
+    `label` is how the user named the model; quantized: whether it may be quantised already.
+    Raises UserError otherwise.
     """
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
@@ -38,10 +41,12 @@ def check_config(folder: Path, label: str, *, trust_remote_code: bool) -> dict[s
     if not isinstance(model_type, str):
         raise UserError(f"{label}: config.json names no model_type, so it is no transformers model")
     _check_architecture(config, model_type, label, trust_remote_code)
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method and not quantized:
+        hint = "; load_compressed_tensors takes it as it is" * (method == "compressed-tensors")
         raise UserError(
             f"{label} is already quantised ({method}): the lab quantises by itself and needs the "
-            "float checkpoint that this one was made from"
+            f"float checkpoint that this one was made from{hint}"
         )
     return config
 
