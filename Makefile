@@ -2,7 +2,7 @@
 #   make demo    measure Quasar against its baselines on this machine (reports/demo.html)
 #   make test    everything that CI runs
 #   make lab     open the notebooks in JupyterLab
-#   make site    the notebooks, executed, as HTML in site/
+#   make site    the notebooks, executed, the documents and the API as a website in site/
 
 PYTHON ?= python3
 VENV := .venv
@@ -30,7 +30,7 @@ demo: $(READY)
 	$(BIN)/quasar-lab demo
 
 lab: $(READY)
-	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 --notebook-dir=notebooks
+	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir=$(CURDIR) notebooks/start.ipynb
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -40,7 +40,7 @@ test: $(READY)
 	QUASAR_LAB_FAST=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
 
 site: $(READY)
-	$(BIN)/jupyter nbconvert --execute --to html --output-dir site notebooks/*.ipynb
+	$(BIN)/python docs/website/build.py
 
 clean:
 	rm -rf $(VENV) build dist site reports

@@ -106,3 +106,16 @@ LESSONS = (
         better_with=("GPU",),
     ),
 )
+
+
+def navigation(stem: str) -> str:
+    """The line of links that begins and ends a notebook: its neighbours, the map, the words."""
+    place = [lesson.stem for lesson in LESSONS].index(stem)
+    links = [f"[Map]({START_PAGE}.ipynb)", "[Glossary](../docs/glossary.md)"]
+    if place:
+        before = LESSONS[place - 1]
+        links.insert(0, f"[← {before.number} · {before.title}]({before.stem}.ipynb)")
+    if place + 1 < len(LESSONS):
+        after = LESSONS[place + 1]
+        links.append(f"[{after.number} · {after.title} →]({after.stem}.ipynb)")
+    return " | ".join(links)

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,20 @@ def tiny_language_model(tiny_folder):
     from quasar_lab import load
 
     return load(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """A headless Chromium or Chrome of this machine; skips where there is none."""
+    from quasar_lab.doctor_checks import find_browser
+
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium or Chrome on the path (apt-get install chromium)")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
+                   "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+        browser = driver.chromium.launch(executable_path=path, args=options)
+        yield browser
+        browser.close()

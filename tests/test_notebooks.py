@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from quasar_lab import exercises
+from quasar_lab.course import LESSONS, START_PAGE
+
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ALL = [*NOTEBOOKS, *sorted((FOLDER / "solutions").glob("*.ipynb"))]
+LESSON_FILES = [path for path in NOTEBOOKS if path.stem != START_PAGE]
+POLISHED = [path for path in LESSON_FILES if "01" <= path.stem[:2] <= "06"]
 MAX_LINES = 25  # a cell that fits on a screen
 ALLOWED = {
     "quasar_lab", "torch", "numpy", "pandas", "plotly", "seaborn", "IPython", "math", "os", "time",
@@ -32,8 +37,27 @@ def markdown(path: Path) -> str:
     return "\n".join(source(cell) for cell in cells(path) if cell["cell_type"] == "markdown")
 
 
+def checked(path: Path) -> list[str]:
+    """The exercises that a notebook checks."""
+    return re.findall(r"""\bcheck\(\s*["'](\w+)["']""", "\n".join(code(path)))
+
+
 def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+    assert LESSON_FILES
+
+
+def test_the_map_names_every_notebook() -> None:
+    start = markdown(FOLDER / f"{START_PAGE}.ipynb")
+    stems = [lesson.stem for lesson in LESSONS]
+    assert {path.stem for path in LESSON_FILES} <= set(stems)
+    for lesson in LESSONS:
+        row = f"| {lesson.number} | [{lesson.title}]({lesson.stem}.ipynb) | {lesson.shows} |"
+        assert f"{row} {lesson.minutes} min |" in start
+
+
+def test_every_exercise_belongs_to_one_notebook() -> None:
+    asked = [name for path in LESSON_FILES for name in checked(path)]
+    assert len(asked) == len(set(asked))
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
@@ -64,11 +88,43 @@ class TestNotebook:
 
     def test_links_resolve(self, path: Path) -> None:
         for link in re.findall(r"\]\(([^)#\s]+)", markdown(path)):
-            if not link.startswith("http"):
+            # the map is written before its notebooks are
+            if not link.startswith("http") and (path.stem != START_PAGE or "/" in link):
                 assert (path.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in LESSON_FILES if "01" <= p.stem[:2] <= "06"], ids=lambda path: path.stem
+)
+class TestCourse:
+    def test_has_the_title_and_the_time_of_the_map(self, path: Path) -> None:
+        [lesson] = [each for each in LESSONS if each.stem == path.stem]
+        text = markdown(path)
+        assert text.startswith(f"# {lesson.number} · {lesson.title}"), text.split("\n")[0]
+        assert re.search(rf"\b{lesson.minutes} minutes", text)
+
+    def test_the_contents_list_every_section(self, path: Path) -> None:
+        """An anchor is the heading with dashes for spaces, in JupyterLab and on the site."""
+        first = source(cells(path)[0])
+        headings = re.findall(r"^## (.+)$", markdown(path), flags=re.M)
+        listed = re.findall(r"^\d+\. \[.+\]\(#(.+)\)$", first, flags=re.M)
+        assert "**Contents**" in first
+        assert listed == [heading.replace(" ", "-") for heading in headings]
+
+    def test_begins_and_ends_with_links_to_map_and_glossary(self, path: Path) -> None:
+        for cell in (cells(path)[0], cells(path)[-1]):
+            assert f"[Map]({START_PAGE}.ipynb) | [Glossary](../docs/glossary.md)" in source(cell)
+
+    def test_has_two_or_three_exercises_that_are_solved(self, path: Path) -> None:
+        asked = checked(path)
+        assert 2 <= len(asked) <= 3 and set(asked) <= set(exercises.names())
+        solution = FOLDER / "solutions" / path.name
+        assert checked(solution) == asked
+        assert "\n".join(code(solution)).count('state == "right"') == len(asked)
+        assert f"solutions/{path.name}" in markdown(path)
+
+
+@pytest.mark.parametrize("path", LESSON_FILES, ids=lambda path: path.stem)
 class TestLesson:
     def test_has_one_title_objectives_time_and_needs(self, path: Path) -> None:
         text = markdown(path)

@@ -58,7 +58,7 @@ class OutlierExplorer(PicturePanel):
         )
         self.method = widgets.ToggleButtons(
             options=METHOD_LABELS, value="smoothquant", description="method",
-            style={"button_width": "7em"},
+            style={"button_width": "9em"},
         )  # fmt: skip
         self.alpha = widgets.FloatSlider(
             0.5, min=0, max=1, step=0.05, description="alpha", **slider
