@@ -18,7 +18,7 @@ from quasar_lab.stopping import StopRule, check_stop_strings, eos_ids
 from quasar_lab.targets import Target, as_target
 from quasar_lab.trace import Step, Trace
 
-__all__ = ["Generation", "generate"]
+__all__ = ["Generation", "GenerationRun", "generate"]
 
 
 def generate(
@@ -60,51 +60,111 @@ def generate(
     Raises:
         UserError: one line on what is wrong with which argument.
     """
-    budget = check_whole("max_new_tokens", max_new_tokens, low=0)
-    tokenizer = getattr(target, "tokenizer", None) if tokenizer is None else tokenizer
-    strings = check_stop_strings(stop_strings, tokenizer)
-    verifier = as_target(target)
-    check_drafter(drafter, verifier, tokenizer)
-    tiers = [verifier]
-    if confirm_with is not None:
-        block = check_whole("confirm_every", confirm_every)
-        drafter = ModelDrafter(verifier, block, drafter=drafter)
-        verifier = as_target(confirm_with)
-        check_drafter(drafter, verifier)
-        tiers.insert(0, verifier)
-    eos = eos_ids(eos_token_id, *tiers)
-    prompt = prompt_to_ids(prompt_ids, getattr(verifier, "vocab_size", None))
-    room, reason = room_for(budget, len(prompt), getattr(verifier, "max_length", None))
-    if hasattr(verifier, "reserve"):
-        verifier.reserve(len(prompt) + room)
-
-    stop = StopRule(room, reason, eos, strings, tokenizer)
-    sequence = SpeculativeSequence(
-        verifier, drafter, sampling, sampling.generator(), eos_token_ids=tuple(sorted(eos))
+    run = GenerationRun(
+        target,
+        prompt_ids,
+        drafter=drafter,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        confirm_with=confirm_with,
+        confirm_every=confirm_every,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
     )
-    prefill_seconds = sequence.start(prompt)
-    steps: list[Step] = []
-    while not stop.finish_reason:
+    while not run.finish_reason:
         if should_stop is not None and should_stop():
-            stop.finish_reason = "stopped"
+            run.stop()
             break
-        # The last token of a step is never a draft: more drafts than this could not be emitted.
-        step = sequence.step(stop.room - 1, stop.cut).step
-        steps.append(step)
+        step = run.step()
         if on_step is not None:
             on_step(step)
-    trace = Trace(
-        prompt_ids=tuple(prompt),
-        steps=tuple(steps),
-        sampling=sampling,
-        token_budget=room,
-        eos_token_ids=tuple(sorted(eos)),
-        finish_reason=stop.finish_reason,
-        prefill_seconds=prefill_seconds,
-        drafter="" if drafter is None else repr(drafter),
-        first_tier_steps=() if confirm_with is None else tuple(drafter.steps),
-    )
-    return Generation(stop.emitted, stop.finish_reason, trace)
+    return run.generation()
+
+
+class GenerationRun:
+    """A generation that is taken step by step, for those who run several in turns.
+
+    The arguments and errors are those of `generate`. Making it prefills the prompt. Attributes:
+    `finish_reason`, empty while there is something to do; `steps`, the `Step`s so far; `tokens`.
+    """
+
+    def __init__(
+        self,
+        target: object,
+        prompt_ids: object,
+        *,
+        drafter: Any = None,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
+        max_new_tokens: Any = 128,
+        eos_token_id: object = None,
+        confirm_with: object = None,
+        confirm_every: Any = 8,
+        stop_strings: Any = (),
+        tokenizer: Any = None,
+    ) -> None:
+        budget = check_whole("max_new_tokens", max_new_tokens, low=0)
+        tokenizer = getattr(target, "tokenizer", None) if tokenizer is None else tokenizer
+        strings = check_stop_strings(stop_strings, tokenizer)
+        verifier = as_target(target)
+        check_drafter(drafter, verifier, tokenizer)
+        tiers = [verifier]
+        self._first_tier = None
+        if confirm_with is not None:
+            block = check_whole("confirm_every", confirm_every)
+            drafter = self._first_tier = ModelDrafter(verifier, block, drafter=drafter)
+            verifier = as_target(confirm_with)
+            check_drafter(drafter, verifier)
+            tiers.insert(0, verifier)
+        eos = eos_ids(eos_token_id, *tiers)
+        self._prompt = prompt_to_ids(prompt_ids, getattr(verifier, "vocab_size", None))
+        limit = getattr(verifier, "max_length", None)
+        self._room, reason = room_for(budget, len(self._prompt), limit)
+        if hasattr(verifier, "reserve"):
+            verifier.reserve(len(self._prompt) + self._room)
+        self._eos = tuple(sorted(eos))
+        self._drafter, self._sampling = drafter, sampling
+        self._stop = StopRule(self._room, reason, eos, strings, tokenizer)
+        self._sequence = SpeculativeSequence(
+            verifier, drafter, sampling, sampling.generator(), eos_token_ids=self._eos
+        )
+        self.steps: list[Step] = []
+        self.prefill_seconds = self._sequence.start(self._prompt)
+
+    @property
+    def finish_reason(self) -> str:
+        return self._stop.finish_reason
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens so far."""
+        return self._stop.emitted
+
+    def step(self) -> Step:
+        """Draft, verify, emit; only while `finish_reason` is empty."""
+        # The last token of a step is never a draft: more drafts than this could not be emitted.
+        step = self._sequence.step(self._stop.room - 1, self._stop.cut).step
+        self.steps.append(step)
+        return step
+
+    def stop(self) -> None:
+        """End here, with the finish reason "stopped"."""
+        self._stop.finish_reason = "stopped"
+
+    def generation(self) -> Generation:
+        """What was generated so far."""
+        trace = Trace(
+            prompt_ids=tuple(self._prompt),
+            steps=tuple(self.steps),
+            sampling=self._sampling,
+            token_budget=self._room,
+            eos_token_ids=self._eos,
+            finish_reason=self.finish_reason,
+            prefill_seconds=self.prefill_seconds,
+            drafter="" if self._drafter is None else repr(self._drafter),
+            first_tier_steps=() if self._first_tier is None else tuple(self._first_tier.steps),
+        )
+        return Generation(self.tokens, self.finish_reason, trace)
 
 
 def room_for(budget: int, prompt_length: int, limit: int | None) -> tuple[int, str]:
