@@ -14,23 +14,27 @@ import torch
 from torch import Tensor
 
 from quasar_lab.calibration import CalibrationStats, calibrate
-from quasar_lab.engines import engine_name
-from quasar_lab.generation import Generation
+from quasar_lab.errors import UserError
 from quasar_lab.grid import Cell, Grid, Key, key_of, key_of_row
 from quasar_lab.loading import LanguageModel
 from quasar_lab.methods import (
     BASELINE,
     FOUR_CELLS,
+    FULL,
     INT8,
+    INT8_HEAD,
     METHODS,
+    PRUNED,
     DraftSettings,
     Variant,
     checked_methods,
 )
+from quasar_lab.peers import PeerProcess
 from quasar_lab.progress import ProgressBar
+from quasar_lab.pruning import prune_layers
 from quasar_lab.quantization import QuantizationConfig, quantize
 from quasar_lab.results import ResultFile, RowStore
-from quasar_lab.runners import Runner, make_runners, warm_up
+from quasar_lab.runners import Runner, make_runners, precisions, warm_up
 from quasar_lab.sampling import SamplingConfig
 from quasar_lab.tasks import TASKS, Prompt, conversation, load_calibration_texts, load_task
 
@@ -53,6 +57,21 @@ def quantize_for_benchmark(
     return quantize(model.model, stats, config)
 
 
+def verifiers(
+    model: LanguageModel, precisions: Iterable[str], quantized: Any = None
+) -> dict[str, Any]:
+    """precision -> the model that verifies in it. quantized: the INT8 one; None makes it."""
+    models = {FULL: model.model, INT8: quantized, INT8_HEAD: None}
+    wanted = list(precisions)
+    models |= {name: prune_layers(model.model, PRUNED[name]) for name in wanted if name in PRUNED}
+    missing = [precision for precision in wanted if models[precision] is None]
+    stats = calibrate(model.model, calibration_batches(model)) if missing else None
+    for precision in missing:
+        skip = () if precision == INT8_HEAD else QuantizationConfig().skip
+        models[precision] = quantize_for_benchmark(model, QuantizationConfig(skip=skip), stats)
+    return models
+
+
 def run_benchmark(
     model: LanguageModel,
     methods: Iterable[str] = FOUR_CELLS,
@@ -66,6 +85,7 @@ def run_benchmark(
     quantized: Any = None,
     engine: str = "auto",
     results: str | Path | RowStore | None = None,
+    peers: Sequence[PeerProcess] = (),
     progress: bool = True,
 ) -> pd.DataFrame:
     """Run every method on every prompt; one row a generation.
@@ -83,6 +103,7 @@ def run_benchmark(
         engine: see `engines.build_target`.
         results: a file that keeps each row as it comes; an interrupted run continues from it. Or
             any other store of rows, whose owner sees to it that its rows are of these settings.
+        peers: other software at work on the same model, to take its turns (greedy runs only).
 
     A second turn is asked after the baseline's own first answer, for all methods: they continue
     the same text. Columns: task, question_id, turn, temperature, seed, method, the fields of
@@ -92,19 +113,23 @@ def run_benchmark(
 
     Raises UserError for unknown names, settings out of range and a result file of another run.
     """
-    grid = plan(methods, tasks, temperatures, seeds=seeds, limit=limit, draft=draft)
+    grid = lab = plan(methods, tasks, temperatures, seeds=seeds, limit=limit, draft=draft)
+    if peers:
+        if any(temperature > 0 for temperature in grid.temperatures):
+            raise UserError("peers are measured at temperature 0 only: pass temperatures=(0.0,)")
+        grid = replace(lab, methods=[*lab.methods, *(peer.variant.method for peer in peers)])
     store = results
     if store is None or isinstance(store, str | Path):
-        own = {"model": model.name, "max_new_tokens": max_new_tokens, "engine": engine}
-        store = ResultFile(store, {**own, **grid.settings()})
+        settings = {"model": model.name, "max_new_tokens": max_new_tokens, "engine": engine}
+        store = ResultFile(store, {**settings, **grid.settings()})
     done = {key_of_row(row): row for row in store.rows}
     missing = [key for key in grid.runs() if key not in done]
     if missing:
-        variants = grid.variants()
-        if quantized is None and any(variant.method.precision == INT8 for variant in variants):
-            quantized = quantize_for_benchmark(model)
-        runners = make_runners(model, quantized, variants, engine)
-        warm_up(model, runners)
+        variants = lab.variants()
+        models = verifiers(model, precisions(variants), quantized)
+        ours = make_runners(models, variants, engine)
+        warm_up(model, ours)
+        runners: list[Runner | PeerProcess] = [*ours, *peers]
         with ProgressBar(len(missing), f"measuring {model.name}", unit="run") as bar:
             for number, cell in enumerate(grid.cells()):
                 # the methods take turns in going first
@@ -146,7 +171,7 @@ def _prompts(
 
 def _measure_cell(
     model: LanguageModel,
-    runners: list[Runner],
+    runners: Sequence[Runner | PeerProcess],
     cell: Cell,
     done: dict[Key, dict[str, Any]],
     store: RowStore,
@@ -163,7 +188,6 @@ def _measure_cell(
         key = key_of(cell, runner.variant)
         if key in done:
             continue
-        generation = runner.run(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens)
         row = {
             "task": cell.task,
             "question_id": cell.prompt.question_id,
@@ -171,28 +195,8 @@ def _measure_cell(
             "temperature": cell.temperature,
             "seed": cell.seed,
             **runner.variant.columns(),
-            "engine": engine_name(runner.target),
-            **measurements(generation),
+            **runner.measure(prompt_ids, sampling, max_new_tokens),
         }
         done[key] = row
         store.append(row)
         bar.step(f"{cell.task} {cell.prompt.question_id} {runner.variant.method.label}")
-
-
-def measurements(generation: Generation) -> dict[str, Any]:
-    """What a generation is counted by; times in seconds, the prefill kept apart."""
-    trace = generation.trace
-    return {
-        "prompt_tokens": len(trace.prompt_ids),
-        "tokens": generation.tokens,
-        "new_tokens": len(generation.tokens),
-        "steps": len(trace.steps),
-        "drafted": sum(len(step.draft_tokens) for step in trace.steps),
-        "accepted": sum(generation.acceptance_counts),
-        "mean_acceptance_length": generation.mean_acceptance_length,
-        "tokens_per_second": generation.tokens_per_second,
-        "decode_seconds": generation.decode_seconds,
-        "draft_seconds": sum(step.draft_seconds for step in trace.steps),
-        "prefill_seconds": trace.prefill_seconds,
-        "finish_reason": generation.finish_reason,
-    }

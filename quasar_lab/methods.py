@@ -1,9 +1,9 @@
 """The methods that a benchmark compares: who verifies, and who drafts.
 
 The four cells of the comparison are {full precision, INT8} x {plain, n-gram}: Quasar is the last
-one. The others change one thing about Quasar: the drafter, the length of the draft, or who has the
-last word. All are measured in one run and counted identically, so that a gain can be split into
-what a longer acceptance length gives and what a cheaper verify step gives.
+one. The others change one thing about Quasar: the drafter, the length of the draft, who has the
+last word, or what is rounded. All are measured in one run and counted identically, so that a gain
+can be split into what a longer acceptance length gives and what a cheaper verify step gives.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ from quasar_lab.pruning import kept_layers
 from quasar_lab.structure import as_module
 from quasar_lab.targets import Target
 
-FULL, INT8 = "full", "int8"
+# INT8 leaves the output layer in full precision, as Quasar does; INT8_HEAD does not.
+FULL, INT8, INT8_HEAD = "full", "int8", "int8_head"
 
 # The paper's keep ratios, as percentages of the layers: precision names of pruned verifiers.
 KEEP_PERCENT = (90, 75, 50)
@@ -100,9 +101,9 @@ def _pruned(keep: float) -> Callable[[DraftSettings, Any, BuildTarget], Drafter]
 class Method:
     """One way to decode.
 
-    precision: of the target that verifies, "full", "int8" or one of `PRUNED` (full precision, fewer
-    layers). make_drafter: given the settings, the
-    verifying model and what builds a `Target` of a model; a drafter serves every prompt of a run.
+    precision: of the target that verifies, "full", "int8", "int8_head" or one of `PRUNED` (full
+    precision, fewer layers). make_drafter: given the settings, the verifying model and what builds
+    a `Target` of a model; a drafter serves every prompt of a run.
     confirm: the precision of the target that confirms what the verifier emits (lossless mode).
     """
 
@@ -137,6 +138,8 @@ METHODS = {
         Method("layer_skip", "layer-skip, INT8", INT8, _layer_skip),
         Method("adaptive", "adaptive n-gram, INT8", INT8, _adaptive),
         Method("lossless", "n-gram, INT8, confirmed", INT8, _ngram, confirm=FULL),
+        Method("int8_head", "plain, INT8 with head", INT8_HEAD),
+        Method("quasar_head", "n-gram, INT8 with head", INT8_HEAD, _ngram),
         # the pruning ablation in both readings: who is it that has fewer layers?
         *(
             Method(

@@ -12,8 +12,15 @@ import pandas as pd
 
 from quasar_lab.errors import UserError
 from quasar_lab.methods import BASELINE, METHODS
+from quasar_lab.peers import PEERS
 
 _RESAMPLES = 2000
+
+
+def label_of(method: str) -> str:
+    """What figures and tables call a method or a peer."""
+    known = METHODS.get(method) or PEERS.get(method)
+    return known.label if known else method
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -24,14 +31,14 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ratios(totals: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    length = totals["new_tokens"] / totals["steps"]
-    step_seconds = totals["decode_seconds"] / totals["steps"]
-    step_cost = step_seconds / step_seconds[baseline]
+    steps = totals["steps"].where(totals["steps"] > 0)  # a peer may not tell
+    step_seconds = totals["decode_seconds"] / steps
+    speed = totals["new_tokens"] / totals["decode_seconds"]
     return pd.DataFrame(
         {
-            "speedup": length / length[baseline] / step_cost,
-            "mean_acceptance_length": length,
-            "verify_step_in_plain_steps": step_cost,
+            "speedup": speed / speed[baseline],
+            "mean_acceptance_length": totals["new_tokens"] / steps,
+            "verify_step_in_plain_steps": step_seconds / step_seconds[baseline],
             "step_ms": step_seconds * 1e3,
         }
     )
@@ -41,16 +48,15 @@ def summarize(rows: pd.DataFrame, *, baseline: str = BASELINE, seed: int = 0) ->
     """One row a method, from the rows of `run_benchmark`.
 
     tokens_per_second is the median over generations; speedup, mean_acceptance_length (L) and
-    verify_step_in_plain_steps (r) are of the totals, so that speedup = L / r holds exactly;
+    verify_step_in_plain_steps (r) are of the totals, so that speedup = L / r; L and r are NaN for
+    a peer that does not tell its steps;
     _low and _high of the first two bound 95 % of 2,000 resamplings of the prompts;
     same_as_baseline: share of the baseline's tokens before the first difference, pooled.
     """
     if baseline not in set(rows["method"]):
         raise UserError(f"the rows hold no method {baseline!r} to compare with")
     table = _ratios(_pooled(rows), baseline)
-    table.insert(
-        0, "label", [METHODS[name].label if name in METHODS else name for name in table.index]
-    )
+    table.insert(0, "label", [label_of(name) for name in table.index])
     table.insert(1, "tokens_per_second", rows.groupby("method")["tokens_per_second"].median())
     draws = resample(rows, baseline, list(table.index), seed)
     for name, position in (("mean_acceptance_length", 4), ("speedup", 3)):

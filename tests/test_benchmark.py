@@ -36,14 +36,15 @@ def test_same_target_same_greedy_text(rows) -> None:
         for method in METHODS.values():
             if method.precision in PRUNED:
                 continue  # a model of its own, which has no plain method: see test_pruning
-            says = "plain" if FULL in (method.precision, method.confirm) else "int8"
+            exact = FULL in (method.precision, method.confirm)
+            says = "plain" if exact else method.precision  # both INT8 precisions have a plain one
             assert tokens[method.name] == tokens[says], method.name
 
 
 def test_every_speculative_method_drafts(rows) -> None:
     """A drafter that is built but never asked would pass every comparison of texts."""
     drafted = rows.groupby("method")["drafted"].sum()
-    assert (drafted.drop(["plain", "int8"]) > 0).all()
+    assert (drafted.drop(["plain", "int8", "int8_head"]) > 0).all()
     lossless = rows[rows["method"] == "lossless"]
     assert (lossless["drafted"] <= 3 * lossless["steps"]).all()  # blocks of confirm_every
 

@@ -1,0 +1,145 @@
+"""Every method of the lab beside what people use today, in one run on the same weights.
+
+`run_benchmark` does the measuring; here are the peers around it, the table, and the check of the
+texts: a method must write what its own target writes plainly, token for token.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from quasar_lab.errors import UserError
+from quasar_lab.loading import LanguageModel, fetch
+from quasar_lab.methods import BASELINE, FULL, METHODS, DraftSettings
+from quasar_lab.peers import PeerProcess, UnavailableError, checked_peers
+from quasar_lab.peers.gguf_file import write_q8_0
+from quasar_lab.progress import say
+from quasar_lab.summary import common_prefix, label_of
+
+# What the engine is built to reach: (method, over which of these, at least so many times as fast).
+TARGETS = (
+    ("quasar", ("transformers",), 8.0),
+    ("quasar", ("ngram",), 2.0),
+    ("quasar", ("llama_cpp", "llama_cpp_lookup"), 1.2),
+)
+
+
+@contextmanager
+def running_peers(
+    names: Iterable[str],
+    model: LanguageModel,
+    draft: DraftSettings,
+    *,
+    max_length: int = 2048,
+    vllm_python: str | None = None,
+) -> Iterator[tuple[list[PeerProcess], dict[str, str]]]:
+    """(peers at work, name -> why the others are not), until the `with` block ends.
+
+    model: what `load` gave for a preset, a Hub id or a folder. max_length: tokens of prompt and
+    answer. vllm_python: an interpreter that has vLLM. Raises UserError for an unknown name.
+    """
+    wanted = checked_peers(names)
+    running: list[PeerProcess] = []
+    skipped: dict[str, str] = {}
+    eos = model.model.generation_config.eos_token_id
+    setup: dict[str, Any] = {
+        "model": str(fetch(model.name)),
+        "dtype": str(model.model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "draft_tokens": draft.num_draft_tokens,
+        "max_ngram": draft.max_ngram,
+        "max_length": max_length,
+        "eos": [eos] if isinstance(eos, int) else list(eos or ()),
+    }
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for peer in wanted:
+            say(f"starting {peer.label}")
+            options = {"python": vllm_python} if peer.backend == "vllm" and vllm_python else {}
+            try:
+                if peer.backend == "llama_cpp":
+                    setup["gguf"] = str(_gguf(model, folder / "model-q8_0.gguf"))
+                running.append(stack.enter_context(PeerProcess(peer, setup, **options)))
+            except (UnavailableError, UserError) as reason:
+                skipped[peer.name] = str(reason)
+        yield running, skipped
+
+
+def _gguf(model: LanguageModel, path: Path) -> Path:
+    if not path.exists():
+        write_q8_0(model.model, path)
+    return path
+
+
+def throughput_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a method or peer, from the rows of `run_benchmark`, fastest first.
+
+    Columns: label; tokens_per_second: the median over generations of each kind of task, and of
+    these the median over the kinds; low, high: the slowest and the fastest kind;
+    answer_seconds: prompt and answer together, median; L; times_baseline.
+    """
+    by_task = rows.groupby(["method", "task"])["tokens_per_second"].median().unstack()
+    whole = (rows["prefill_seconds"] + rows["decode_seconds"]).groupby(rows["method"]).median()
+    totals = rows.groupby("method")[["new_tokens", "steps"]].sum()
+    speed = by_task.median(axis=1)
+    return pd.DataFrame(
+        {
+            "label": [label_of(name) for name in speed.index],
+            "tokens_per_second": speed,
+            "low": by_task.min(axis=1),
+            "high": by_task.max(axis=1),
+            "answer_seconds": whole,
+            "L": totals["new_tokens"] / totals["steps"].where(totals["steps"] > 0),
+            "times_baseline": speed / speed[BASELINE],
+        }
+    ).sort_values("tokens_per_second", ascending=False)
+
+
+def text_check(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a method: the method whose text it must write, or for a peer: the plain one's.
+
+    Columns: reference; same: generations that are token for token the reference's; of: all of them;
+    prefix: the share of the reference's tokens before the first difference. Peers round otherwise
+    and may differ.
+    """
+    keys = ["task", "question_id", "turn"]
+    texts = {name: group.set_index(keys)["tokens"] for name, group in rows.groupby("method")}
+    found = {}
+    for name, own in texts.items():
+        method = METHODS.get(str(name))
+        reference = BASELINE
+        if method is not None and FULL not in (method.precision, method.confirm):
+            reference = method.precision  # both INT8 precisions have a plain method of their name
+        if reference not in texts:
+            continue
+        pairs = [(own[key], texts[reference][key]) for key in own.index]
+        found[name] = {
+            "reference": reference,
+            "same": sum(a == b for a, b in pairs),
+            "of": len(pairs),
+            "prefix": sum(common_prefix(a, b) for a, b in pairs) / sum(len(b) for _, b in pairs),
+        }
+    return pd.DataFrame.from_dict(found, orient="index")
+
+
+def targets_reached(table: pd.DataFrame) -> list[str]:
+    """A line for each target: what was aimed at, what was measured."""
+    lines = []
+    for method, others, factor in TARGETS:
+        there = [name for name in others if name in table.index]
+        if method not in table.index or not there:
+            lines.append(f"{label_of(method)} over {label_of(others[0])}: not measured")
+            continue
+        best = max(there, key=lambda name: table.loc[name, "tokens_per_second"])
+        ratio = table.loc[method, "tokens_per_second"] / table.loc[best, "tokens_per_second"]
+        verdict = "reached" if ratio >= factor else "missed"
+        lines.append(
+            f"{label_of(method)} over {label_of(best)}: {ratio:.2f}x, at least {factor:g}x wanted: "
+            f"{verdict}"
+        )
+    return lines
