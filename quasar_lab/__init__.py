@@ -56,6 +56,7 @@ _HOME = {
     "run_benchmark": "benchmark",
     "export_compressed_tensors": "export",
     "load_compressed_tensors": "import_checkpoint",
+    "vllm_command": "serving",
 }
 
 __version__ = "0.1.0"
