@@ -54,6 +54,8 @@ _HOME = {
     "conversation": "tasks",
     "load_hub_task": "hub_tasks",
     "run_benchmark": "benchmark",
+    "run_experiment": "experiment",
+    "compare_accuracy": "accuracy",
     "export_compressed_tensors": "export",
     "load_compressed_tensors": "import_checkpoint",
     "vllm_command": "serving",

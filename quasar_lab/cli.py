@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from quasar_lab import __version__
-from quasar_lab.commands import bench, demo, doctor, export, fetch, serve_command
+from quasar_lab.commands import accuracy, bench, demo, doctor, export, fetch, serve_command
 from quasar_lab.errors import UserError
 
 # in the order in which --help lists them; heavy imports wait until a command runs
-COMMANDS = (demo, bench, export, serve_command, fetch, doctor)
+COMMANDS = (demo, bench, accuracy, export, serve_command, fetch, doctor)
 
 
 class _Parser(argparse.ArgumentParser):

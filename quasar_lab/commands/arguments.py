@@ -17,3 +17,11 @@ def ngram_range(text: str) -> tuple[int, int]:
 
 def names(text: str) -> tuple[str, ...]:
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """ "mine=question.jsonl" -> ("mine", "question.jsonl")."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FILE, e.g. mine=question.jsonl")
+    return name, path

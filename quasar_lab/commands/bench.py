@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quasar_lab.commands.arguments import names, ngram_range
+from quasar_lab.commands.arguments import named_path, names, ngram_range
 
 
 def add(commands: Any) -> None:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--tasks", type=names, metavar="NAMES",
                        help="of mt_bench, humaneval, gsm8k, alpaca, cnn_dm "
                        "(default: all)")  # fmt: skip
-    bench.add_argument("--questions", type=_named_path, action="append", default=[],
+    bench.add_argument("--questions", type=named_path, action="append", default=[],
                        metavar="NAME=FILE", help="a further task from a question.jsonl; may be "
                        "given several times")  # fmt: skip
     bench.add_argument("--temperatures", type=_floats, metavar="NUMBERS",
@@ -112,10 +112,3 @@ def _number(text: str, kind: Any) -> Any:
 
 def _ngrams(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ngram_range(part) for part in names(text))
-
-
-def _named_path(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    if not name or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FILE, e.g. mine=question.jsonl")
-    return name, path
