@@ -29,6 +29,16 @@ def test_five_quick_changes_give_one_result(panel) -> None:
     assert seen == [5]
 
 
+def test_an_update_shows_that_it_is_running_and_that_it_is_done(panel) -> None:
+    """Half a second without a sign reads as a broken slider."""
+    panel, slider = panel
+    seen = []
+    panel.observe(lambda: seen.append(panel.state.value), slider)
+    slider.value = 1
+    panel.flush()
+    assert "running" in seen[0] and "done" in panel.state.value
+
+
 def test_stop_ends_a_run_and_the_next_start_works(panel) -> None:
     """Case 37."""
     panel, _ = panel

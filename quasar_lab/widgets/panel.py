@@ -7,7 +7,7 @@ an event that the run looks at. Re-executing a cell closes the panel that it mad
 
 import html
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import ipywidgets as widgets
@@ -50,6 +50,7 @@ class Panel:
 
     def set_state(self, state: str, message: str = "") -> None:
         """Show a state: "ready", "running", "done", "stopped" or "error"."""
+        self._shown = state
         color = {"error": "#d55e00", "running": "#0173b2"}.get(state, "#555")
         text = html.escape(f"{state}: {message}" if message else state)
         self.state.value = f'<span role="status" style="color: {color}">{text}</span>'
@@ -65,9 +66,18 @@ class Panel:
                 return
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = threading.Timer(DEBOUNCE_SECONDS, self.refresh, [update])
+            self._timer = threading.Timer(DEBOUNCE_SECONDS, self._settled, [update])
             self._timer.daemon = True
             self._timer.start()
+
+    def _settled(self, update: Callable[[], None]) -> None:
+        """The update of a control; a run that is going on keeps its own state."""
+        working = self._worker is not None and self._worker.is_alive()
+        if not working:
+            self.set_state("running")
+        self.refresh(update)
+        if not working and self._shown == "running":
+            self.set_state("done")
 
     def flush(self) -> None:
         """Wait until a pending update is done: without a front end nothing else would."""
@@ -120,9 +130,18 @@ class Panel:
                 self._timer.cancel()
         self.stop()
         self.join(timeout=10)
-        for control in self.controls:
-            control.unobserve_all()
-        for widget in (*self.controls, self.state, self.output, self.box):
+        for widget in list(_parts(self.box)):
+            widget.unobserve_all()
             widget.close()
         if Panel._open.get(self.key) is self:
             del Panel._open[self.key]
+
+
+def _parts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
+    """A widget and all that it is made of: ipywidgets closes neither children nor their styles."""
+    for child in getattr(widget, "children", ()):
+        yield from _parts(child)
+    for name in ("layout", "style"):
+        if isinstance(part := getattr(widget, name, None), widgets.Widget):
+            yield part
+    yield widget
