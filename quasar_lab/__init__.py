@@ -59,6 +59,8 @@ _HOME = {
     "export_compressed_tensors": "export",
     "load_compressed_tensors": "import_checkpoint",
     "vllm_command": "serving",
+    "Endpoint": "endpoint",
+    "run_endpoint_benchmark": "endpoint_benchmark",
 }
 
 __version__ = "0.1.0"

@@ -12,9 +12,8 @@ from quasar_lab.course import LESSONS
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "website"))
 
-import pages  # noqa: E402
-
 import build  # noqa: E402
+import pages  # noqa: E402
 
 FIGURE = {"data": [{"type": "scatter", "y": [1, 2], "name": "</script>"}], "layout": {}}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quasar_lab.commands.arguments import named_path, names, ngram_range
+from quasar_lab.commands.bench_endpoint import run_endpoint
 
 
 def add(commands: Any) -> None:
@@ -41,9 +42,17 @@ def add(commands: Any) -> None:
     bench.add_argument("--engine", help="auto, decoder or transformers (default: auto)")
     bench.add_argument("--shard", metavar="I/N",
                        help="run part I of N only, on this machine or GPU")  # fmt: skip
+    bench.add_argument("--endpoint", metavar="URL",
+                       help="ask an OpenAI-compatible server, run no model")  # fmt: skip
+    bench.add_argument("--concurrency", type=_integers, default=(1,), metavar="NUMBERS",
+                       help="requests to an endpoint at a time, one level after the other "
+                       "(default: 1)")  # fmt: skip
+    bench.add_argument("--label", default="endpoint",
+                       help="what the endpoint's rows are called (default: endpoint)")  # fmt: skip
     bench.add_argument("--output", type=Path, metavar="FILE",
                        help="the results file (default: reports/bench.jsonl, with --shard "
-                       "reports/bench-I-of-N.jsonl)")  # fmt: skip
+                       "reports/bench-I-of-N.jsonl, with --endpoint reports/endpoint.jsonl)",
+                       )  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
     actions = bench.add_subparsers(metavar="ACTION", required=False, title="with a finished run")
@@ -55,6 +64,9 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.endpoint:
+        run_endpoint(arguments)
+        return
     from quasar_lab.experiment import ExperimentSettings, Shard, run_experiment
     from quasar_lab.methods import DraftSettings
     from quasar_lab.tables import by_task, measured_table

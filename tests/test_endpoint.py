@@ -1,0 +1,243 @@
+"""Measuring a server: good, slow, failing and cutting ones; nothing hangs, nothing is lost."""
+
+import json
+import re
+import threading
+import time
+
+import pandas as pd
+import pytest
+from stub_endpoint import stub_endpoint
+
+from quasar_lab import Prompt, UserError, run_benchmark
+from quasar_lab import endpoint_benchmark as module
+from quasar_lab.cli import main
+from quasar_lab.endpoint import Endpoint
+from quasar_lab.endpoint_benchmark import run_endpoint_benchmark
+from quasar_lab.summary import summarize
+
+TASKS = {
+    "chat": [Prompt(1, "chat", ("one two three", "and again")), Prompt(2, "chat", ("a b",))],
+    "code": [Prompt(3, "code", ("x y z",))],
+}
+OPTIONS = dict(max_new_tokens=8, method="stub")
+
+
+@pytest.fixture
+def server():
+    with stub_endpoint() as running:
+        yield running
+
+
+def connect(server, **settings) -> Endpoint:
+    return Endpoint(server.url, **{"silence": 0.3, "longest": 0.6, "pause": 0.01, **settings})
+
+
+def ask(endpoint: Endpoint, text: str, tokens: int = 8, **options):
+    return endpoint.ask([{"role": "user", "content": text}], max_new_tokens=tokens, **options)
+
+
+class TestAsk:
+    def test_a_good_answer(self, server) -> None:
+        answer = ask(connect(server), "one two three")
+        assert answer.text.split() == ["one", "two", "three"] * 2 + ["one", "two"]
+        assert answer.tokens == list(range(8)) and answer.new_tokens == 8
+        assert (answer.error, answer.attempts, answer.finish_reason) == ("", 1, "length")
+        assert answer.prompt_tokens == 3 and answer.chunks == 4 and answer.first_tokens == 2
+        assert answer.begin < answer.first < answer.end
+        rate = (8 - 2) / (answer.end - answer.first)
+        assert answer.tokens_per_second == pytest.approx(rate)
+        sent = server.requests[0]
+        assert sent["stream"] and sent["return_token_ids"] and sent["temperature"] == 0
+
+    def test_a_server_that_tells_less(self, server) -> None:
+        """Without usage and ids the chunks are what can be counted."""
+        server.software = "somebody"
+        answer = ask(connect(server), "mute b")
+        assert "return_token_ids" not in server.requests[0]
+        assert answer.new_tokens == 4 and answer.tokens == [] and answer.first_tokens == 1
+        full = ask(connect(server), "a b")
+        assert full.new_tokens == 8 and full.first_tokens == 2
+
+    def test_what_passes_is_tried_again(self, server) -> None:
+        busy = ask(connect(server), "busy b")
+        assert (busy.error, busy.attempts, busy.new_tokens) == ("", 3, 8)
+        flaky = ask(connect(server), "flaky b")
+        assert (flaky.error, flaky.attempts, flaky.new_tokens) == ("", 2, 8)
+        assert flaky.text.split() == ["flaky", "b"] * 4  # nothing of the attempt that was cut
+
+    @pytest.mark.parametrize(
+        "word, reason, attempts",
+        [
+            ("silent", "nothing came for too long", 2),
+            ("trickle", "not done after 0.6 s", 2),
+            ("slow", "not done after 0.6 s", 2),
+            ("cut", "ended in the middle", 2),
+            ("garbage", "no chat completion", 2),
+            ("sick", "the engine is dead", 2),
+            ("refuse", "HTTP 400: .*max_tokens is too large", 1),
+        ],
+    )
+    def test_what_does_not_pass_ends_with_the_reason(self, word, reason, attempts, server) -> None:
+        start = time.monotonic()
+        answer = ask(connect(server, retries=1), f"{word} b", tokens=200)
+        assert answer.attempts == attempts == len(server.requests)
+        assert time.monotonic() - start < 10  # far above 2 x 0.6 s: it is about a hang
+        assert re.search(reason, answer.error), answer.error
+
+    def test_stop_ends_an_answer_under_way(self, server) -> None:
+        stop = threading.Event()
+        timer = threading.Timer(0.1, stop.set)
+        timer.start()
+        answer = ask(connect(server, longest=60), "slow b", tokens=1000, stop=stop)
+        assert answer.error == "stopped" and answer.attempts == 1
+
+    def test_a_server_that_dies_in_between(self, server) -> None:
+        with stub_endpoint() as mortal:
+            endpoint = connect(mortal, retries=1)
+        answer = ask(endpoint, "a b")
+        assert "ConnectError" in answer.error and answer.attempts == 2
+        assert endpoint.counters() is None
+
+    def test_nobody_there(self, server) -> None:
+        with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
+            Endpoint("http://127.0.0.1:9")
+        with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
+            Endpoint("not a url")
+        with pytest.raises(UserError, match="serves m, not 'other'"):
+            connect(server, model="other")
+        with pytest.raises(UserError, match="must be positive"):
+            connect(server, silence=0)
+        assert Endpoint(f"{server.url}/v1/").model == "m"
+
+    def test_the_key_goes_to_the_server_only(self, server, monkeypatch) -> None:
+        monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+        endpoint = connect(server)
+        assert endpoint._client.headers["Authorization"] == "Bearer sesame"
+        assert "sesame" not in repr(ask(endpoint, "refuse b"))
+
+    def test_counters(self, server) -> None:
+        endpoint = connect(server)
+        ask(endpoint, "a b")
+        assert endpoint.counters() == {"drafted": 12, "accepted": 4}
+        server.metrics = False
+        assert endpoint.counters() is None
+
+
+class TestRun:
+    def test_every_prompt_at_every_level(self, server) -> None:
+        server.step_seconds = 0.01
+        run = run_endpoint_benchmark(connect(server), TASKS, concurrency=(1, 3), **OPTIONS)
+        assert len(run.rows) == 2 * 4 and set(run.rows["error"]) == {""}
+        assert list(run.rows["concurrency"]) == [1] * 4 + [3] * 4
+        assert server.most_active == 3
+        table = run.table().set_index("concurrency")
+        assert list(table["requests"]) == [4, 4]
+        # 8 tokens in 4 steps, one draft accepted in each
+        assert list(table["mean_acceptance_length"]) == [2.0, 2.0]
+        assert list(table["draft_acceptance"]) == pytest.approx([1 / 3, 1 / 3])
+        rows = run.rows[run.rows["concurrency"] == 3]
+        busy = module._busy_seconds(rows)
+        assert table.loc[3, "tokens_per_second_in_all"] == pytest.approx(32 / busy)
+        assert busy <= rows["end"].max() - rows["begin"].min() + 1e-9
+
+    def test_the_next_turn_follows_the_servers_answer(self, server) -> None:
+        run_endpoint_benchmark(connect(server), TASKS, **OPTIONS)
+        [second] = [r for r in server.requests if r["messages"][-1]["content"] == "and again"]
+        roles = [message["role"] for message in second["messages"]]
+        assert roles == ["user", "assistant", "user"]
+        assert second["messages"][1]["content"].split()[:3] == ["one", "two", "three"]
+
+    def test_rows_stand_beside_local_ones(self, server, tiny_language_model) -> None:
+        local = run_benchmark(tiny_language_model, ["plain"], TASKS, max_new_tokens=8)
+        run = run_endpoint_benchmark(connect(server), TASKS, **OPTIONS)
+        assert set(local.columns) <= set(run.rows.columns)
+        table = summarize(pd.concat([local, run.rows]))
+        assert table.loc["stub", "mean_acceptance_length"] == 2.0
+        rates = run.rows["new_tokens"].sum() / run.rows["decode_seconds"].sum()
+        plain = local["new_tokens"].sum() / local["decode_seconds"].sum()
+        assert table.loc["stub", "speedup"] == pytest.approx(rates / plain)
+
+    def test_trouble_is_counted_and_the_rest_goes_on(self, server) -> None:
+        tasks = {
+            "t": [
+                Prompt(1, "t", ("cut a", "never asked")),
+                Prompt(2, "t", ("busy a",)),
+                Prompt(3, "t", ("fine a",)),
+                Prompt(4, "t", ("refuse a",)),
+            ]
+        }
+        run = run_endpoint_benchmark(
+            connect(server), tasks, limit=None, concurrency=(1, 4), **OPTIONS
+        )
+        assert len(run.rows) == 2 * 5
+        rows = run.rows[run.rows["concurrency"] == 1].set_index(["question_id", "turn"])
+        assert rows.loc[(1, 0), "attempts"] == 3 and "middle" in rows.loc[(1, 0), "error"]
+        assert rows.loc[(1, 0), "text"].split() == ["cut", "a"]  # what came is kept
+        assert rows.loc[(1, 1), "attempts"] == 0 and "earlier turn" in rows.loc[(1, 1), "error"]
+        assert rows.loc[(2, 0), "attempts"] == 3 and rows.loc[(2, 0), "error"] == ""
+        assert rows.loc[(3, 0), "new_tokens"] == 8 and rows.loc[(4, 0), "new_tokens"] == 0
+        table = run.table()
+        assert list(table["errors"]) == [3, 3] and table.loc[0, "retries"] == 4
+        assert table.loc[0, "tokens_per_second_in_all"] > 0
+
+    def test_without_metrics_nothing_is_made_up(self, server) -> None:
+        server.metrics = False
+        run = run_endpoint_benchmark(connect(server), TASKS, **OPTIONS)
+        table = run.table()
+        assert table["mean_acceptance_length"].isna().all() and run.rows["steps"].isna().all()
+        assert (table["tokens_per_second"] > 0).all()
+
+    def test_a_run_that_was_killed_goes_on(self, server, tmp_path, monkeypatch) -> None:
+        path = tmp_path / "rows.jsonl"
+        endpoint = connect(server)
+        real, calls = Endpoint.ask, []
+
+        def dies(self, messages, **options):
+            calls.append(messages)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return real(self, messages, **options)
+
+        monkeypatch.setattr(Endpoint, "ask", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_endpoint_benchmark(endpoint, TASKS, results=path, **OPTIONS)
+        kept = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        assert len(kept) == 2
+        run = run_endpoint_benchmark(endpoint, TASKS, results=path, **OPTIONS)
+        assert len(calls) == 5 and len(run.rows) == 4
+        again = run_endpoint_benchmark(endpoint, TASKS, results=path, **OPTIONS)
+        assert len(calls) == 5
+        pd.testing.assert_frame_equal(again.rows, run.rows)
+        with pytest.raises(UserError, match="max_new_tokens = 8"):
+            run_endpoint_benchmark(endpoint, TASKS, results=path, max_new_tokens=9, method="stub")
+
+    @pytest.mark.parametrize("levels", [(), (0,), (1, -2)])
+    def test_wrong_concurrency(self, levels, server) -> None:
+        with pytest.raises(UserError, match="concurrency is"):
+            run_endpoint_benchmark(connect(server), TASKS, concurrency=levels, **OPTIONS)
+
+
+class TestCommandLine:
+    def test_bench_endpoint(self, server, tmp_path, capsys) -> None:
+        output = str(tmp_path / "rows.jsonl")
+        command = ["bench", "--endpoint", server.url, "--tasks", "gsm8k", "--limit", "2",
+                   "--max-new-tokens", "8", "--concurrency", "1,2", "--output", output]  # fmt: skip
+        assert main([*command, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["rows"] == 4
+        assert [row["concurrency"] for row in printed["table"]] == [1, 2]
+        assert main(command) == 0  # all is there already
+        assert "tokens_per_second_in_all" in capsys.readouterr().out
+        assert len(server.requests) == 4
+
+    def test_what_is_for_local_runs_is_refused(self, server, capsys) -> None:
+        assert main(["bench", "--endpoint", server.url, "--methods", "plain"]) == 2
+        assert "--methods is for runs on this machine" in capsys.readouterr().err
+        assert main(["bench", "--endpoint", "http://127.0.0.1:9", "--tasks", "gsm8k"]) == 2
+        assert "no OpenAI-compatible server answers" in capsys.readouterr().err
+
+
+def test_pauses_of_a_resumed_run_are_not_busy() -> None:
+    rows = pd.DataFrame({"begin": [0.0, 1.0, 10.0, 10.5], "end": [2.0, 3.0, 11.0, 10.6]})
+    assert module._busy_seconds(rows) == 4.0
