@@ -1,5 +1,7 @@
 """The lists of packages agree, and the checkout holds no outputs and no large files."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +40,30 @@ def test_environment_yml_names_the_packages_of_pyproject() -> None:
     assert from_pip[-1] == "--no-deps -e ."
     names = [entry for entry in listed if isinstance(entry, str) and entry != "pip"]
     assert dict(map(split, [*names, *from_pip[:-1]])) == expected
+
+
+def test_binder_gets_what_the_notebooks_need() -> None:
+    """Binder reads .binder alone: a package added only to environment.yml is missing there."""
+    needed = {*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["notebooks"]}
+    expected = {CONDA_NAMES.get(name, name): bound for name, bound in map(split, needed)}
+    expected["python"] = PROJECT["requires-python"]
+    listed = yaml.safe_load((ROOT / ".binder" / "environment.yml").read_text())["dependencies"]
+    assert dict(map(split, [entry for entry in listed if entry != "pip"])) == expected
+
+
+@pytest.mark.parametrize(
+    "name", [".ci/run", ".binder/postBuild", ".binder/start", ".devcontainer/setup.sh"]
+)
+def test_scripts_are_sound_and_may_be_run(name: str) -> None:
+    script = ROOT / name
+    assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env bash\n")
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_development_container_runs_its_script() -> None:
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    command = container["postCreateCommand"].split()
+    assert command[0] == "bash" and (ROOT / command[1]).is_file()
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:

@@ -36,6 +36,7 @@ DOCUMENTS = {
     "teaching": "Teaching with it",
     "glossary": "Glossary",
     "limits": "Limits",
+    "in_the_cloud": "Without installing",
 }
 REFERENCE = Page(ROOT / "quasar_lab", "api.html", "API reference")
 
