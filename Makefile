@@ -40,7 +40,7 @@ test: $(READY)
 	QUASAR_LAB_FAST=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
 
 site: $(READY)
-	$(BIN)/python docs/website/build.py
+	$(BIN)/python docs/website/build_site.py
 
 clean:
 	rm -rf $(VENV) build dist site reports
