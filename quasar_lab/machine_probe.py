@@ -25,7 +25,7 @@ WIDE = ModelShape(
     layers=6, hidden=1536, heads=12, kv_heads=4, head_dim=128, intermediate=4608, vocab=512
 )
 THIN = ModelShape(
-    layers=16, hidden=64, heads=6, kv_heads=2, head_dim=64, intermediate=128, vocab=512
+    layers=16, hidden=96, heads=6, kv_heads=2, head_dim=64, intermediate=128, vocab=512
 )
 _MANY, _CONTEXT = 16, 2048
 _TINY = 1e-6  # seconds: what is measured is never less
