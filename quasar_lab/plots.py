@@ -34,7 +34,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _look(methods: list[str]) -> dict[str, tuple[tuple[float, float, float], str]]:
+def look_of_methods(methods: list[str]) -> dict[str, tuple[tuple[float, float, float], str]]:
     """Colour and marker of each method, the same in every figure."""
     known = [*METHODS, *(name for name in methods if name not in METHODS)]
     colors = sns.color_palette("colorblind", len(known))
@@ -47,7 +47,7 @@ def plot_speed(rows: pd.DataFrame, summary: pd.DataFrame) -> Figure:
     with style():
         figure, axes = _figure(8.0, 0.75 * len(methods) + 1.1)
         for y, method in enumerate(methods):
-            color, marker = _look(methods)[method]
+            color, marker = look_of_methods(methods)[method]
             values = rows.loc[rows["method"] == method, "tokens_per_second"]
             median = values.median()
             axes.barh(y, median, color=color, alpha=0.35, height=0.6)
@@ -84,7 +84,7 @@ def plot_gain(summary: pd.DataFrame) -> Figure:
                     ha="right" if at_right else "center", va="bottom" if at_right else "top",
                 )  # fmt: skip
         for method, length, cost in zip(methods, lengths, costs, strict=True):
-            color, marker = _look(methods)[method]
+            color, marker = look_of_methods(methods)[method]
             label = f"{summary.loc[method, 'label']}: {summary.loc[method, 'speedup']:.2f}x"
             axes.scatter(length, cost, color=color, marker=marker, s=110, zorder=3, label=label,
                          edgecolor="white")  # fmt: skip
@@ -106,7 +106,7 @@ def plot_acceptance(rows: pd.DataFrame) -> Figure:
     with style():
         figure, axes = _figure(8.0, 0.62 * len(tasks) + 1.6)
         for i, method in enumerate(methods):
-            color, marker = _look(methods)[method]
+            color, marker = look_of_methods(methods)[method]
             y = np.arange(len(tasks)) + (i - (len(methods) - 1) / 2) * 0.22
             values = [length.get((method, task), np.nan) for task in tasks]
             axes.hlines(y, 1, values, color=color, lw=2, alpha=0.6)

@@ -85,7 +85,7 @@ def load_task(name: object, limit: object = None, path: object = None) -> list[P
     """
     count = checked_limit(limit)
     if path is None:
-        path = _data_folder() / "questions" / f"{checked_task_name(name)}.jsonl"
+        path = data_folder() / "questions" / f"{checked_task_name(name)}.jsonl"
     return _read_question_file(path)[:count]
 
 
@@ -96,7 +96,7 @@ def load_calibration_texts(limit: object = None) -> list[str]:
     The first `limit` are taken (a whole number, at least 1; None for all).
     """
     count = checked_limit(limit)
-    lines = (_data_folder() / "calibration.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (data_folder() / "calibration.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines][:count]
 
 
@@ -214,7 +214,7 @@ def _reference_texts(reference: object) -> tuple[str, ...]:
 # --- checks and small helpers ---------------------------------------------------------------
 
 
-def _data_folder() -> Path:
+def data_folder() -> Path:
     """data/: inside the package when installed from a wheel, beside it in a checkout."""
     installed = Path(__file__).parent / "data"
     return installed if installed.is_dir() else Path(__file__).parents[1] / "data"

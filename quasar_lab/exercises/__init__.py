@@ -36,6 +36,9 @@ _HOME: dict[str, str] = {
     "best_alpha": "outliers",
     "kl_by_hand": "divergence_judges",
     "acceptance_from_tv": "divergence_judges",
+    "counters_to_length": "serving",
+    "ignore_list": "serving",
+    "largest_free_batch": "serving",
 }
 
 
