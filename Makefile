@@ -41,7 +41,7 @@ test: $(READY)
 	QUASAR_LAB_FAST=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
 
 site: $(READY)
-	$(BIN)/python docs/website/build.py
+	$(BIN)/python docs/website/build_site.py
 
 # vLLM's CPU build; its torchvision, torchaudio and torchcodec do not fit its own torch
 SERVING := .venv-serving

@@ -12,7 +12,7 @@ from quasar_lab.course import LESSONS
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "website"))
 
-import build  # noqa: E402
+import build_site  # noqa: E402
 import pages  # noqa: E402
 
 FIGURE = {"data": [{"type": "scatter", "y": [1, 2], "name": "</script>"}], "layout": {}}
@@ -23,10 +23,10 @@ def notebook_with(*outputs) -> nbformat.NotebookNode:
 
 
 def test_every_notebook_and_document_has_a_page() -> None:
-    found = {page.source for page in build.sources()}
+    found = {page.source for page in build_site.sources()}
     assert set((ROOT / "notebooks").rglob("[0-9s]*.ipynb")) <= found
     assert set((ROOT / "docs").glob("*.md")) <= found
-    targets = [page.target for page in build.sources()]
+    targets = [page.target for page in build_site.sources()]
     assert len(targets) == len(set(targets))
     assert sum(target.startswith("notebooks/") for target in targets) >= len(LESSONS)
 
@@ -66,7 +66,7 @@ def small_site(tmp_path) -> Path:
         cells=[new_markdown_cell("# B\n\n[back](../a.ipynb)\n\n## 2. Two things\n\n$x^2$")]
     )
     site.mkdir()
-    build.copy_assets(site)
+    build_site.copy_assets(site)
     for page, notebook in zip(listed, (first_notebook, second_notebook), strict=True):
         pages.write_page(site, page, pages.notebook_html(notebook), listed)
     return site
