@@ -1,7 +1,7 @@
-"""The decoder's step on the CPU, compiled (fused_step.py): what it needs in memory, and the call.
+"""The decoder's step on the CPU, compiled (fused/step.py): what it needs in memory, and the call.
 
-Weights are read where the decoder has them, by the INT8 kernel of `int8_gemm.cpu` or by the float32
-one of `float_tile`, both as fast as memory gives them: so that the comparison between INT8 and full
+Weights are read where the decoder has them, INT8 and float ones by the same tile, both as fast as
+memory gives them: so that the comparison between INT8 and full
 precision is a fair one. Nothing is allocated in a step but its logits.
 """
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, Projection
 from quasar_lab.fused.barrier import BARRIER_BYTES
-from quasar_lab.fused.linear_tile import FORMATS, best_float_format
 from quasar_lab.fused.step import LAYER, STEP, compiled_step
 from quasar_lab.int8_gemm import openmp
-from quasar_lab.int8_gemm.cpu_tile import best_instruction_set
+from quasar_lab.tiles.instruction_sets import best_instruction_set
+from quasar_lab.tiles.linear_tile import FORMATS, best_float_format
 
 # The most tokens that go through the layers together. A prompt goes in pieces of this size: beyond
 # it nothing is gained, for arithmetic is the limit then, and the pieces leave the caches.
@@ -56,7 +56,7 @@ class FusedStep:
     keys, values: [layers, kv_heads, max_length, head_dim], contiguous and of the weights' type,
     float32 or bfloat16; cos, sin: [max_length, head_dim]. The step writes the new keys and values
     into the cache; what is between the matrices is float32, as are the logits.
-    floats, int8: names of fused.linear_tile.FORMATS; None: the best of this processor. The first
+    floats, int8: names of tiles.linear_tile.FORMATS; None: the best of this processor. The first
     step of its kind on a machine takes ten seconds to compile.
     """
 

@@ -22,7 +22,7 @@ def describe_machine() -> dict[str, Any]:
     import transformers
 
     from quasar_lab import __version__
-    from quasar_lab.int8_gemm.cpu_tile import best_instruction_set
+    from quasar_lab.tiles.instruction_sets import best_instruction_set
 
     return {
         "processor": processor_name(),

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from quasar_lab.placement import reserve
+
 # Larger than the caches of any processor this is likely to run on, in bytes.
 OUT_OF_CACHE = 256 * 2**20
 
@@ -23,20 +25,30 @@ def synchronize() -> None:
 
 
 def time_interleaved(
-    functions: Mapping[str, Callable[[int], object]], *, repeats: int = 20, warm_up: int = 2
+    functions: Mapping[str, Callable[[int], object]],
+    *,
+    repeats: int = 20,
+    warm_up: int = 2,
+    lead_in: int = 0,
 ) -> pd.DataFrame:
-    """Call each function with the number of the round, in turns, and time every call.
+    """Call each function with the number of the call, in turns, and time it.
 
-    Returns one row a function: median, low (10 %) and high (90 %) in seconds, and repeats.
+    lead_in: calls before the timed one in each turn. In a model a product follows others of its
+    kind; the first one after another library's finds its code and its threads' data gone from the
+    caches. Returns one row a function: median, low (10 %) and high (90 %) in seconds, and repeats.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for number in range(warm_up + repeats):
+    for turn in range(warm_up + repeats):
         for name, function in functions.items():
+            number = turn * (lead_in + 1)
+            for _ in range(lead_in):
+                function(number)
+                number += 1
             synchronize()
             start = time.perf_counter()
             function(number)
             synchronize()
-            if number >= warm_up:
+            if turn >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
     rows = {
         name: {
@@ -51,11 +63,15 @@ def time_interleaved(
 
 
 def read_bandwidth(*, repeats: int = 9, num_bytes: int = OUT_OF_CACHE) -> float:
-    """Bytes a second that torch's threads read from memory: a sum over a large array, the best of
-    a few runs, since everything else on the machine can only slow it down."""
+    """Bytes a second that torch's threads read from memory: a sum over a large array (in large
+    pages), the best of a few runs, since everything else on the machine can only slow it down."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # ones, not empty: untouched pages are all the same page of zeros, which stays in the cache
-    array = torch.ones(num_bytes // 4, device=device)
+    if device == "cpu":
+        [array] = reserve(((num_bytes // 4,), torch.float32))
+    else:
+        array = torch.empty(num_bytes // 4, device=device)
+    # written once: untouched pages are all the same page of zeros, which stays in the cache
+    array.fill_(1)
     best = float("inf")
     for _ in range(repeats):
         synchronize()

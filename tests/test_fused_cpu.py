@@ -10,13 +10,13 @@ from tiny_models import VOCAB, tiny_model
 
 from quasar_lab.decoder import FastDecoder
 from quasar_lab.errors import UserError
-from quasar_lab.fused.linear_tile import FORMATS
-from quasar_lab.fused.rows import dots, exponential, exponentials, int8_linear, mix, store_numbers
+from quasar_lab.fused.rows import dots, exponential, exponentials, mix, store_numbers
 from quasar_lab.fused_cpu import MAX_TOKENS, FusedStep
 from quasar_lab.int8_gemm import quantize_weight, w8a8_linear
-from quasar_lab.int8_gemm.cpu import pointer
-from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS
 from quasar_lab.quantization import QuantizationConfig, W8A8Linear, quantize
+from quasar_lab.tiles.instruction_sets import INSTRUCTION_SETS
+from quasar_lab.tiles.linear import int8_linear, pointer
+from quasar_lab.tiles.linear_tile import FORMATS
 
 VARIANTS = {
     "llama": ("llama", {}),
@@ -303,7 +303,7 @@ def test_int8_tiles_of_every_instruction_set(name):
     @numba.njit
     def product(a, scales, shifts, k, weight, weight_scale, n, out):
         int8_linear(name, a.ctypes.data, a.strides[0], scales.ctypes.data, shifts.ctypes.data,
-                    a.shape[0], k, weight.ctypes.data, weight_scale.ctypes.data, 0, n,
+                    a.shape[0], k, weight.ctypes.data, 0, weight_scale.ctypes.data, 0, n,
                     out.ctypes.data, 0, 1)  # fmt: skip
 
     generator = np.random.default_rng(0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quasar_lab import UserError, available_backends, int8_gemm, int8_matmul, w8a8_linear
 from quasar_lab.int8_gemm import choice, cpu, openmp, reference
-from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS
 from quasar_lab.int8_gemm.reference import MAX_K, quantize_activation, quantize_weight
+from quasar_lab.tiles.instruction_sets import INSTRUCTION_SETS
 
 BACKENDS = [
     name

@@ -1,6 +1,5 @@
-"""What the compiled decoder step (`fused_cpu`) is made of, from the whole to its innermost loops.
+"""What the compiled decoder step (`fused_cpu`) is made of.
 
-`step`: the step and its stages; `rows`: arithmetic on rows; `linear_tile`, `mix_tile`: tiles of
-products in registers; `emitter`: how those are written in LLVM's language; `barrier`: how the
-threads wait for each other.
+`step`: the step and its stages; `rows`: arithmetic on rows; `barrier`: how the threads wait for
+each other. The matrix products are those of `tiles`.
 """

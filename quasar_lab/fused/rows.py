@@ -8,9 +8,9 @@ import numba
 import numpy as np
 from numba import types
 
-from quasar_lab.fused.linear_tile import COLUMNS, format_number, linear_tile
-from quasar_lab.fused.mix_tile import VECTORS, mix_tile
-from quasar_lab.int8_gemm.cpu import pointer
+from quasar_lab.tiles.linear import add_bias, pointer, share
+from quasar_lab.tiles.linear_tile import COLUMNS, format_number, linear_tile
+from quasar_lab.tiles.mix_tile import VECTORS, mix_tile
 
 _f32 = types.float32
 _SUMS = {"reassoc", "contract", "nsz"}
@@ -136,64 +136,12 @@ def dots(name, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):
 
 
 @numba.njit
-def share(n, thread, threads):  # type: ignore[no-untyped-def]
-    """The columns (first, last) of n that a thread computes: whole tiles, evenly."""
-    tiles = (n + COLUMNS - 1) // COLUMNS
-    return tiles * thread // threads * COLUMNS, min(tiles * (thread + 1) // threads * COLUMNS, n)
-
-
-@numba.njit
-def add_bias(bias, rows, first, last, out, n):  # type: ignore[no-untyped-def]
-    """out[r, c] += bias[c] for the columns first to last; bias: an address, 0 for none."""
-    if bias:
-        biases = pointer(bias, _f32)
-        for r in range(rows):
-            sums = pointer(out + 4 * r * n, _f32)
-            for column in range(first, last):
-                sums[column] += biases[column]
-
-
-@numba.njit
 def float_linear(name, a, a_stride, rows, k, weight, bias, n, out, thread, threads):  # type: ignore[no-untyped-def]
     """This thread's columns of out = a Wᵀ + bias, out [rows, n]; all but W in float32."""
     numba.literally(name)
     first, last = share(n, thread, threads)
     stride = format_number(name, "weight_bytes") * k
     dots(name, a, a_stride, rows, k, weight, stride, first, last, out, 4 * n)
-    add_bias(bias, rows, first, last, out, n)
-
-
-@numba.njit
-def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, weight_scale, bias, n, out,
-                thread, threads):  # type: ignore[no-untyped-def]  # fmt: skip
-    """This thread's columns of out = (a Wᵀ) * scales * weight_scale + bias, a and W in INT8.
-
-    64 bytes after the last weight must be readable; they do not count, for a is padded with zeros.
-    """
-    numba.literally(name)
-    step, most = format_number(name, "step"), format_number(name, "max_rows")
-    steps = (k + step - 1) // step
-    first, last = share(n, thread, threads)
-    tiles = (rows + most - 1) // most
-    column = first
-    while column < last:
-        width = COLUMNS if column + COLUMNS <= last else 1
-        source, place, column_scale = (
-            weight + column * k,
-            out + 4 * column,
-            weight_scale + 4 * column,
-        )
-        for tile in range(tiles):
-            top = rows * tile // tiles
-            height = rows * (tile + 1) // tiles - top
-            start, to = a + top * a_stride, place + 4 * top * n
-            if width == COLUMNS:
-                linear_tile(name, COLUMNS, height, start, a_stride, source, k, steps, to, 4 * n,
-                            scales + 4 * top, shifts + 4 * top, column_scale)  # fmt: skip
-            else:
-                linear_tile(name, 1, height, start, a_stride, source, k, steps, to, 4 * n,
-                            scales + 4 * top, shifts + 4 * top, column_scale)  # fmt: skip
-        column += width
     add_bias(bias, rows, first, last, out, n)
 
 

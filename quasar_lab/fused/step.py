@@ -9,8 +9,6 @@ A token's result does not depend on the tokens beside it: alone or one of six, t
 """
 
 import functools
-import hashlib
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -18,11 +16,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from quasar_lab.fused import barrier
-from quasar_lab.fused.linear_tile import format_number
 from quasar_lab.fused.rows import (
     attend,
     float_linear,
-    int8_linear,
     normalise,
     number_at,
     rotate,
@@ -30,10 +26,12 @@ from quasar_lab.fused.rows import (
     swiglu,
 )
 from quasar_lab.int8_gemm import openmp
-from quasar_lab.int8_gemm.cpu import pointer, quantize_row
 from quasar_lab.int8_gemm.openmp import thread_count, thread_index
+from quasar_lab.tiles import source_revision
+from quasar_lab.tiles.linear import int8_linear, integer_row, pointer, row_bytes
+from quasar_lab.tiles.linear_tile import format_number
 
-_i8, _i16, _i32, _i64, _f32 = types.int8, types.int16, types.int32, types.int64, types.float32
+_i64, _f32 = types.int64, types.float32
 
 
 def _record(*fields: tuple[object, str]) -> np.dtype:
@@ -85,30 +83,12 @@ def _start(floats, s, row):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _row_bytes(int8, k):  # type: ignore[no-untyped-def]
-    """Of a quantised row: whole vectors."""
-    numba.literally(int8)
-    step = format_number(int8, "step")
-    return (k + step - 1) // step * step * format_number(int8, "input_bytes")
-
-
-@numba.njit
 def _quantise(int8, s, projection, row):  # type: ignore[no-untyped-def]
     """A row of s.h as integers, where the projection has an INT8 matrix."""
     numba.literally(int8)
     if projection.quantized:
-        wide = format_number(int8, "input_bytes")
-        num_bytes = _row_bytes(int8, projection.k)
-        source = pointer(s.h + row * s.h_bytes, _f32)
-        to = s.integers + row * num_bytes
-        if wide == 2:
-            scale, _ = quantize_row(source, pointer(to, _i16), projection.k, num_bytes // 2)
-            shift = np.int32(0)
-        else:
-            scale, total = quantize_row(source, pointer(to, _i8), projection.k, num_bytes)
-            shift = np.int32(128 * total)
-        pointer(s.scales, _f32)[row] = scale
-        pointer(s.shifts, _i32)[row] = shift
+        source = s.h + row * s.h_bytes
+        integer_row(int8, True, source, row, projection.k, s.integers, s.scales, s.shifts)
 
 
 @numba.njit
@@ -141,8 +121,8 @@ def _project(floats, int8, s, projection, rows, thread, threads):  # type: ignor
         if matrix.n == 0:
             continue
         if matrix.scale:
-            int8_linear(int8, s.integers, _row_bytes(int8, k), s.scales, s.shifts, rows, k,
-                        matrix.weight, matrix.scale, matrix.bias, matrix.n, matrix.out,
+            int8_linear(int8, s.integers, row_bytes(int8, k), s.scales, s.shifts, rows, k,
+                        matrix.weight, 0, matrix.scale, matrix.bias, matrix.n, matrix.out,
                         thread, threads)  # fmt: skip
         else:
             float_linear(floats, s.h, s.h_bytes, rows, k, matrix.weight, matrix.bias, matrix.n,
@@ -213,13 +193,13 @@ def _attend(floats, s, layer, thread, threads):  # type: ignore[no-untyped-def]
 def compiled_step(floats: str, int8: str) -> int:
     """The address of `void step(int64 *address_of_a_STEP)`.
 
-    floats, int8: names of linear_tile.FORMATS, `floats` for embedding, KV cache and the matrices
-    that are not INT8. The first compilation takes seconds; the result
-    stays in numba's disk cache.
+    floats, int8: names of tiles.linear_tile.FORMATS, `floats` for embedding, KV cache and the
+    matrices that are not INT8. The first compilation takes seconds; the result stays in numba's
+    disk cache.
     """
     openmp.bind_symbols()
     barrier.bind_symbols()
-    revision = _source_revision()
+    revision = source_revision()
 
     @numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def step(arguments):  # type: ignore[no-untyped-def]
@@ -264,11 +244,3 @@ def compiled_step(floats: str, int8: str) -> int:
         _project(floats, int8, s, s.head, s.num_logits, thread, threads)
 
     return step.address  # type: ignore[return-value]
-
-
-def _source_revision() -> str:
-    """A hash of the files that the step is compiled from: numba's cache watches this one only."""
-    here = Path(__file__).parent
-    files = sorted([*here.glob("*.py"), *(here.parent / "int8_gemm").glob("[co]p*.py")])
-    texts = b"".join(file.read_bytes() for file in files)
-    return hashlib.sha256(texts).hexdigest()[:16]

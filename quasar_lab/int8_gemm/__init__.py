@@ -52,6 +52,15 @@ def _usable(device: torch.device) -> dict[str, ModuleType]:
 
 
 def _choose(backend: str, rows: int, weight: Tensor) -> ModuleType:
+    """The backend's module, from memory if it was asked for before: a linear asks at every step."""
+    key = (backend, rows, weight.shape, weight.device, torch.get_num_threads())
+    module = choice.chosen.get(key)
+    if module is None:
+        module = choice.chosen[key] = _find(backend, rows, weight)
+    return module
+
+
+def _find(backend: str, rows: int, weight: Tensor) -> ModuleType:
     if backend == "auto":
         usable = _usable(weight.device)
         return usable[choice.fastest(usable, rows, weight)]
@@ -127,6 +136,7 @@ def w8a8_linear(
             raise UserError(
                 f"{name} has shape {list(vector.shape)}: qweight needs [{qweight.shape[0]}]"
             )
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     module = _choose(backend, rows.shape[0], qweight)
-    return module.w8a8_linear(rows, qweight, weight_scale, bias).view(*x.shape[:-1], -1)
+    out = module.w8a8_linear(rows, qweight, weight_scale, bias)
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], -1)

@@ -23,11 +23,14 @@ from torch import Tensor
 _REPEATS = 3
 _LARGEST_BUCKET = 512
 
+# This process's choices, by all that they depend on.
+chosen: dict[tuple[object, ...], ModuleType] = {}
+
 
 def _machine() -> str:
     """What the answer depends on: processor, threads, device, versions."""
     from quasar_lab import __version__
-    from quasar_lab.int8_gemm.cpu_tile import best_instruction_set
+    from quasar_lab.tiles.instruction_sets import best_instruction_set
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     facts = [
@@ -73,6 +76,7 @@ def _remember(key: str, name: str) -> None:
 def forget() -> None:
     """Drop what this process remembers (the file stays)."""
     _known.cache_clear()
+    chosen.clear()
 
 
 def _measure(module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor) -> float:

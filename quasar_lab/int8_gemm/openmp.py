@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import llvmlite.binding
-import numpy as np
 import torch
 from numba import types
 
@@ -88,15 +87,14 @@ def shares_torch_threads() -> bool:
     return _runtime() is not None
 
 
-def run(kernel_address: int, arguments: Sequence[int], *, parallel: bool = True) -> None:
+def run(kernel_address: int, arguments: Sequence[int]) -> None:
     """Call a compiled `void kernel(int64 *arguments)` once on each thread, and wait.
 
     The kernel asks `thread_index()` and `thread_count()` for its share. The GIL is released.
     """
-    block = np.array(arguments, dtype=np.int64)
+    block = (ctypes.c_int64 * len(arguments))(*arguments)
     library = _runtime()
     if library is None:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)(block.ctypes.data)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)(ctypes.addressof(block))
         return
-    threads = torch.get_num_threads() if parallel else 1
-    library.GOMP_parallel(kernel_address, block.ctypes.data, threads, 0)
+    library.GOMP_parallel(kernel_address, block, torch.get_num_threads(), 0)

@@ -8,8 +8,8 @@ from numba import types
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from quasar_lab.fused.emitter import F32, constant
-from quasar_lab.fused.linear_tile import FORMATS, Tile
+from quasar_lab.tiles.emitter import F32, constant
+from quasar_lab.tiles.linear_tile import FORMATS, Tile
 
 # Of values: with max_rows they fill the registers as the 4 columns of a linear tile do.
 VECTORS = 4

@@ -21,8 +21,12 @@ from numba import types
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from quasar_lab.fused.emitter import F32, I8, I16, I32, Emitter, constant
-from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS, InstructionSet, _dot_accumulate
+from quasar_lab.tiles.emitter import F32, I8, I16, I32, Emitter, constant
+from quasar_lab.tiles.instruction_sets import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    dot_accumulate,
+)
 
 COLUMNS = 4
 PREFETCH_BYTES = 16 << 10
@@ -36,7 +40,8 @@ class TileFormat:
 
     step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose 4 sums a
     row and operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
-    weight_bytes, input_bytes: of one number (2 for bfloat16 weights); int8: None for floats.
+    weight_bytes, input_bytes: of one number (2 for bfloat16 weights); int8: None for floats;
+    scaled: INT8 sums come out as float32, times their scales (else as they are, int32).
     """
 
     name: str
@@ -46,9 +51,11 @@ class TileFormat:
     weight_bytes: int = 4
     input_bytes: int = 4
     int8: InstructionSet | None = None
+    scaled: bool = True
 
 
-_INT8_ROWS = {"vnni512": 6, "vnni256": 6, "avx512": 6, "avx2": 2, "portable": 2}
+# Appended to an INT8 format's name: int32 sums instead of scaled ones.
+SUMS = " sums"
 
 FORMATS = {
     each.name: each
@@ -59,7 +66,10 @@ FORMATS = {
             for lanes, rows in ((16, 6), (8, 2), (4, 6))
         ),
         *(
-            TileFormat(name, isa.step, isa.lanes, _INT8_ROWS[name], 1, 1 + isa.widens, int8=isa)
+            TileFormat(
+                name + kind, isa.step, isa.lanes, isa.max_rows, 1, 1 + isa.widens, isa, not kind
+            )
+            for kind in ("", SUMS)
             for name, isa in INSTRUCTION_SETS.items()
         ),
     )
@@ -116,7 +126,7 @@ class Tile(Emitter):
     def accumulate(self, total: ir.Value, inputs: ir.Value, weights: ir.Value) -> ir.Value:
         if self.kind.int8 is None:
             return self.multiply_add(inputs, weights, total)
-        return _dot_accumulate(self.builder, self.kind.int8, total, inputs, weights)
+        return dot_accumulate(self.builder, self.kind.int8, total, inputs, weights)
 
     def add(self, first: ir.Value, second: ir.Value) -> ir.Value:
         return (self.builder.fadd if self.kind.int8 is None else self.builder.add)(first, second)
@@ -170,12 +180,15 @@ class Tile(Emitter):
             total = self.add(*(self.shuffle(total, total, half) for half in halves))
         return total
 
+    def unshifted(self, total: ir.Value, shift: ir.Value) -> ir.Value:
+        """The exact sums: VNNI's are 128 * sum(inputs) too large."""
+        return self.builder.sub(total, self.splat(self.load(I32, shift), 4))
+
     def scaled(
         self, total: ir.Value, shift: ir.Value, scale: ir.Value, weight_scales: ir.Value
     ) -> ir.Value:
         """float(total - shift) * scale * weight_scales, in the order of the INT8 reference."""
-        exact = self.builder.sub(total, self.splat(self.load(I32, shift), 4))
-        number = self.builder.sitofp(exact, _FOUR_FLOATS)
+        number = self.builder.sitofp(self.unshifted(total, shift), _FOUR_FLOATS)
         number = self.builder.fmul(number, self.splat(self.load(F32, scale), 4))
         return self.builder.fmul(number, weight_scales)
 
@@ -185,7 +198,7 @@ def linear_tile(  # type: ignore[no-untyped-def]
     typingctx, name, columns, rows, a, a_stride, w, w_stride, steps, out, out_stride,
     scales, shifts, weight_scales,
 ):  # fmt: skip
-    """out[r, c] = sum over `steps` vectors of a[r] * w[c], as float32.
+    """out[r, c] = sum over `steps` vectors of a[r] * w[c], as float32 (int32 in a SUMS format).
 
     name (of FORMATS) and columns (COLUMNS or 1) are constants, rows is 1 to the format's max_rows;
     all others are int64: addresses, and strides in bytes.
@@ -193,7 +206,7 @@ def linear_tile(  # type: ignore[no-untyped-def]
     INT8: out[r, c] = float(sum - shifts[r]) * scales[r] * weight_scales[c]. a is zero-padded to
     whole vectors; w is read to the end of its last vector, whatever stands there. VNNI shifts the
     weights into unsigned bytes: there shifts[r] is 128 * sum(a[r]), else 0. In float32 scales,
-    shifts and weight_scales are not read.
+    shifts and weight_scales are not read; in a SUMS format only shifts is.
     """
     kind, num_columns = FORMATS[name.literal_value], columns.literal_value
     signature = types.void(name, columns, *[types.int64] * 11)
@@ -207,16 +220,18 @@ def linear_tile(  # type: ignore[no-untyped-def]
         def emit(num_rows: int) -> None:
             totals = to.products(num_rows, num_columns, a, a_stride, w, w_stride, steps)
             column_scales = None
-            if kind.int8 is not None and num_columns == 1:
+            if kind.int8 is not None and kind.scaled and num_columns == 1:
                 column_scales = to.splat(to.load(F32, weight_scales), 4)
-            elif kind.int8 is not None:
+            elif kind.int8 is not None and kind.scaled:
                 column_scales = to.load(_FOUR_FLOATS, weight_scales)
             for row in range(num_rows):
                 own = totals[row * num_columns : (row + 1) * num_columns]
                 result = to.across_lanes(own + missing)
+                shift, scale = (to.at(base, (constant(4), row)) for base in (shifts, scales))
                 if column_scales is not None:
-                    shift, scale = (to.at(base, (constant(4), row)) for base in (shifts, scales))
                     result = to.scaled(result, shift, scale, column_scales)
+                elif kind.int8 is not None:
+                    result = to.unshifted(result, shift)
                 if num_columns == 1:
                     result = builder.extract_element(result, ir.Constant(I32, 0))
                 to.store(result, to.at(out, (out_stride, row)))

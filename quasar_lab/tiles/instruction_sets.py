@@ -1,0 +1,84 @@
+"""How processors multiply INT8 vectors exactly, and which of these ways this one has.
+
+- "vnni512", "vnni256": `vpdpbusd` adds four u8 x s8 products into an int32 lane. The weight is
+  shifted into u8 (w + 128); 128 * sum(a) is subtracted at the end. It wraps, never saturates.
+- "avx512", "avx2": both operands are widened to int16 and `vpmaddwd` adds two exact products
+  into an int32 lane.
+- "portable": the same loop left to the compiler, for every other processor.
+
+All are exact for every int8 input as long as the final sum fits an int32.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils
+
+_I32 = ir.IntType(32)
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """How one processor family multiplies.
+
+    features: what the CPU must report; step: weights per vector; lanes: int32 sums per vector;
+    max_rows: the tallest tile whose 4 sums a row and operands fit the vector registers; widens:
+    the activations are passed as int16 (else as int8, and the sums come out shifted by 128 times
+    the sum of the activations).
+    """
+
+    name: str
+    features: tuple[str, ...]
+    step: int
+    lanes: int
+    max_rows: int
+    widens: bool
+
+    @property
+    def available(self) -> bool:
+        host = llvmlite.binding.get_host_cpu_features()
+        return all(host.get(feature, False) for feature in self.features)
+
+
+INSTRUCTION_SETS = {
+    each.name: each
+    for each in (
+        InstructionSet("vnni512", ("avx512vnni", "avx512bw"), 64, 16, 6, False),
+        InstructionSet("vnni256", ("avx512vnni", "avx512vl"), 32, 8, 6, False),
+        InstructionSet("avx512", ("avx512bw",), 32, 16, 6, True),
+        InstructionSet("avx2", ("avx2",), 16, 8, 2, True),
+        InstructionSet("portable", (), 16, 16, 2, True),
+    )
+}
+
+
+@functools.cache
+def best_instruction_set() -> str:
+    """The first instruction set of the table that this processor has."""
+    return next(name for name, each in INSTRUCTION_SETS.items() if each.available)
+
+
+def dot_accumulate(
+    builder: ir.IRBuilder, isa: InstructionSet, total: ir.Value, a: ir.Value, w: ir.Value
+) -> ir.Value:
+    """total + the products of one vector of activations with one prepared vector of weights."""
+    module = builder.module
+    lanes = ir.VectorType(_I32, isa.lanes)
+    if isa.name.startswith("vnni"):
+        name = f"llvm.x86.avx512.vpdpbusd.{isa.step * 8}"
+        # LLVM 22 declares the byte operands as bytes, earlier ones as int32 lanes
+        operand = a.type if llvmlite.binding.llvm_version_info[0] >= 22 else lanes
+        function = cgutils.get_or_insert_function(
+            module, ir.FunctionType(lanes, [lanes, operand, operand]), name
+        )
+        cast = [builder.bitcast(each, operand) for each in (w, a)]
+        return builder.call(function, [total, *cast])
+    if isa.name in ("avx2", "avx512"):
+        name = "llvm.x86.avx2.pmadd.wd" if isa.name == "avx2" else "llvm.x86.avx512.pmaddw.d.512"
+        function = cgutils.get_or_insert_function(
+            module, ir.FunctionType(lanes, [a.type, a.type]), name
+        )
+        return builder.add(total, builder.call(function, [a, w]))
+    return builder.add(total, builder.mul(builder.sext(a, lanes), builder.sext(w, lanes)))
