@@ -7,7 +7,8 @@
 
 The texts are the full-precision model's own greedy continuations (kept in
 reports/fidelity_texts.json); every recipe reads the same tokens. Scales are calibrated on texts
-that share nothing with the prompts, and budget_kl is measured on continuations of those. Writes
+that share nothing with the prompts, and budget_kl is measured on continuations of those. Finished
+recipes are kept in reports/fidelity.jsonl, where a run that was stopped goes on; the tables are
 reports/fidelity.json and reports/fidelity.md.
 """
 
@@ -23,17 +24,18 @@ import torch
 from quasar_lab import NGramDrafter, QuantizationConfig, UserError, calibrate, load, quantize
 from quasar_lab.architectures import GROUP_KINDS
 from quasar_lab.benchmark import calibration_batches
+from quasar_lab.fidelity import compare_logits
 from quasar_lab.fidelity_runs import (
     Text,
-    compare_models,
     greedy_continuations,
+    next_token_logits,
     summarize_fidelity,
 )
 from quasar_lab.loading import LanguageModel
 from quasar_lab.machine import describe_machine
 from quasar_lab.progress import say
 from quasar_lab.quantization import quantization_report
-from quasar_lab.results import write_atomically
+from quasar_lab.results import ResultFile, write_atomically
 from quasar_lab.tasks import TASKS, load_task
 
 NO_DOWN = ("lm_head", "down_proj")
@@ -138,36 +140,47 @@ def main() -> None:
     calibration_seconds = time.perf_counter() - start
     say(f"calibrated in {calibration_seconds:.1f} s: {stats!r}")
 
-    models, rows = {}, {}
+    contexts = [(torch.tensor([*text.prompt, *text.tokens]), len(text.prompt)) for text in texts]
+    expected = [next_token_logits(model.model, ids, start) for ids, start in contexts]
+    settings = {"model": model.name, "texts": len(texts), "tokens": sum(map(len, expected))}
+    done = ResultFile(arguments.out / "fidelity.jsonl", settings)
     for name in chosen:
+        if any(row["recipe"] == name for row in done.rows):
+            continue
         config, budget_kl = known[name]
         start = time.perf_counter()
-        models[name] = quantize(model, stats, config, budget_kl=budget_kl, evaluation=evaluation)
+        quantized = quantize(model, stats, config, budget_kl=budget_kl, evaluation=evaluation)
         seconds = time.perf_counter() - start
-        report = quantization_report(models[name])
+        report = quantization_report(quantized)
         full = report[(report.precision == "full") & (report.name != "lm_head")]
-        rows[name] = {"full": f"{len(full)} of {len(report) - 1}", "quantize_seconds": seconds}
-        say(f"{name}: quantised in {seconds:.1f} s")
+        frames = []
+        for index, (ids, first) in enumerate(contexts):
+            table = compare_logits(expected[index], next_token_logits(quantized, ids, first))
+            frames.append(table.assign(text=index, label=texts[index].label))
+        frame = pd.concat(frames, ignore_index=True).assign(recipe=name)
+        summary = summarize_fidelity(frame, "recipe").iloc[0]
+        by_task = summarize_fidelity(frame, "label")[["kl", "tv", "top1"]]
+        done.append(
+            {
+                "recipe": name,
+                **{key: float(value) for key, value in summary.items()},
+                "full": f"{len(full)} of {len(report) - 1}",
+                "quantize_seconds": seconds,
+                "by_task": by_task.to_dict("index"),
+            }
+        )
+        say(f"{name}: mean KL {summary.kl:.4f}, quantised in {seconds:.1f} s")
 
-    frames = []
-    for index, text in enumerate(texts):
-        if text.tokens:
-            frames.append(compare_models(model, models, [text]).assign(text=index))
-    frame = pd.concat(frames, ignore_index=True)
-    table = summarize_fidelity(frame).join(pd.DataFrame(rows).T)
-    by_task = summarize_fidelity(frame, ["variant", "label"])
-    print(markdown(table))
+    table = pd.DataFrame([row for row in done.rows if row["recipe"] in chosen]).set_index("recipe")
+    print(markdown(table.loc[chosen]))
     result = {
-        "model": model.name,
+        **settings,
         "machine": describe_machine(),
-        "texts": len(texts),
-        "tokens": int(table.tokens.iloc[0]),
         "calibration_seconds": calibration_seconds,
-        "recipes": table.reset_index().to_dict("records"),
-        "by_task": by_task.reset_index().to_dict("records"),
+        "recipes": done.rows,
     }
-    write_atomically(arguments.out / "fidelity.json", json.dumps(result, indent=1, default=float))
-    write_atomically(arguments.out / "fidelity.md", markdown(table))
+    write_atomically(arguments.out / "fidelity.json", json.dumps(result, indent=1))
+    write_atomically(arguments.out / "fidelity.md", markdown(table.loc[chosen]))
     say(f"wrote {arguments.out / 'fidelity.json'} and fidelity.md")
 
 
