@@ -1,5 +1,7 @@
 """The default model itself: speculation must not change a token, and the whole demo must run."""
 
+import functools
+
 import pytest
 import torch
 
@@ -22,21 +24,51 @@ def targets(real_model):
     return {name: build_target(model) for name, model in models.items()}
 
 
+@pytest.fixture(scope="module")
+def plain(targets):
+    """The greedy text without drafts after token ids, each made once."""
+    return functools.cache(
+        lambda precision, ids: (
+            generate(targets[precision], torch.tensor(ids), max_new_tokens=NEW_TOKENS).tokens
+        )
+    )
+
+
 @pytest.mark.parametrize("precision", ["full", "int8"])
 @pytest.mark.parametrize("task", list(TASKS))
 def test_greedy_speculative_equals_greedy_plain_on_every_prompt(
-    real_model, targets, task: str, precision: str
+    real_model, targets, plain, task: str, precision: str
 ) -> None:
     """Case 7 on the real model: the same target gives the same text with and without drafts."""
     target, drafter = targets[precision], DraftSettings().ngram_drafter()
     drafted = 0
     for prompt in load_task(task):
         ids = real_model.encode_chat(conversation(prompt))
-        plain = generate(target, ids, max_new_tokens=NEW_TOKENS)
         speculative = generate(target, ids, drafter=drafter, max_new_tokens=NEW_TOKENS)
-        assert speculative.tokens == plain.tokens, prompt.question_id
+        assert speculative.tokens == plain(precision, tuple(ids.tolist())), prompt.question_id
         drafted += sum(len(step.draft_tokens) for step in speculative.steps)
     assert drafted > 0
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_lossless_greedy_is_the_full_precision_text_on_every_prompt(
+    real_model, targets, plain, task: str
+) -> None:
+    """INT8 verifies the drafts, full precision confirms: its own text, token for token. The step's
+    rows are bits that do not depend on the rows beside them, so not even a near-tie may differ."""
+    drafter, overruled = DraftSettings().ngram_drafter(), 0
+    for prompt in load_task(task):
+        ids = real_model.encode_chat(conversation(prompt))
+        lossless = generate(
+            targets["int8"],
+            ids,
+            drafter=drafter,
+            confirm_with=targets["full"],
+            max_new_tokens=NEW_TOKENS,
+        )
+        assert lossless.tokens == plain("full", tuple(ids.tolist())), prompt.question_id
+        overruled += lossless.overruled
+    assert overruled > 0  # else the second tier was not needed, and nothing was shown
 
 
 def test_the_lean_decoder_runs_the_default_model(targets) -> None:
