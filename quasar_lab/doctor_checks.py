@@ -69,7 +69,7 @@ def _threads() -> Iterator[Finding]:
 
 
 def _instructions() -> Iterator[Finding]:
-    from quasar_lab.int8_gemm.cpu_tile import INSTRUCTION_SETS, best_instruction_set
+    from quasar_lab.tiles.instruction_sets import INSTRUCTION_SETS, best_instruction_set
 
     best = best_instruction_set()
     here = [name for name, each in INSTRUCTION_SETS.items() if each.available]
