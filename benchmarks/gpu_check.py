@@ -39,6 +39,9 @@ TINY_ROWS = (6, 1, 66)
 # In one timed graph at least: starting a graph takes microseconds, which they share.
 LAUNCHES = 32
 
+# Whole verify steps of 6 tokens: W8A8 over bf16, and over bytes / bandwidth.
+TARGET_STEP, TARGET_FLOOR = 1.6, 1.35
+
 TARGET_BANDWIDTH, TARGET_SPEEDUP, TARGET_ROWS = 0.75, 1.7, range(1, 17)
 
 
@@ -141,9 +144,14 @@ def import_backend() -> types.ModuleType:
             def __class_getitem__(cls, shape: object) -> object:
                 return object
 
+        def shape_type(name: str) -> type[Unchecked]:
+            if name.startswith("__"):  # `inspect` asks every module for its file
+                raise AttributeError(name)
+            return Unchecked
+
         stand_in = types.ModuleType("jaxtyping")
         stand_in.__spec__ = importlib.machinery.ModuleSpec("jaxtyping", None)
-        stand_in.__getattr__ = lambda name: Unchecked  # type: ignore[method-assign]
+        stand_in.__getattr__ = shape_type  # type: ignore[method-assign]
         sys.modules["jaxtyping"] = stand_in
     from quasar_lab.int8_gemm import triton_backend
 
@@ -434,10 +442,131 @@ def bandwidth_table(data: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+# ---- section: whole steps ----
+
+
+def random_decoder(lab: Lab, shape: Any, *, int8: bool) -> Any:
+    """A decoder of this shape with random weights: bf16 with cuBLAS, or W8A8 with our kernels."""
+    import torch
+
+    from quasar_lab.decoder import FastDecoder
+    from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, Matrix, Projection
+
+    bf16 = torch.bfloat16
+
+    def projection(n: int, k: int, seed: int, quantized: bool = int8) -> Projection:
+        if quantized:
+            scale = torch.full((n,), 1 / (74 * k**0.5), device=lab.device)  # int8 has a std of 74
+            weight = lab.random(n, k, dtype=torch.int8, seed=seed)
+            return Projection((Matrix(weight, None, scale, "triton"),))
+        return Projection((Matrix(lab.random(n, k, dtype=bf16, seed=seed) / k**0.5),))
+
+    ones = torch.ones(shape.hidden, dtype=bf16, device=lab.device)
+    head_ones = torch.ones(shape.head_dim, dtype=bf16, device=lab.device)
+    layers = []
+    for index in range(shape.layers):
+        parts = {
+            name: projection(n, k, 4 * index + i)
+            for i, (name, (n, k)) in enumerate(shape.linears.items())
+        }
+        layers.append(
+            LayerWeights(input_norm=ones, q_norm=head_ones, k_norm=head_ones, post_norm=ones,
+                         window=None, **parts)
+        )  # fmt: skip
+    half = torch.arange(shape.head_dim // 2, dtype=torch.float32, device=lab.device)
+    weights = DecoderWeights(
+        embed=lab.random(shape.vocab, shape.hidden, dtype=bf16, seed=1),
+        layers=tuple(layers),
+        norm=ones,
+        head=projection(shape.vocab, shape.hidden, 2, quantized=False),
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        eps=1e-6,
+        attention_scale=shape.head_dim**-0.5,
+        softmax_dtype=torch.float32,
+        rope_frequency=1e6 ** (-2 * half / shape.head_dim),
+        rope_factor=1.0,
+        rope_limit=None,
+    )
+    # on the CPU "auto" would want the compiler, which this script does without
+    return FastDecoder(weights, 1024, engine="torch" if lab.interpret else "auto")
+
+
+def step_seconds(lab: Lab, decoders: Mapping[str, Any], M: int) -> dict[str, float]:
+    """Median seconds of a step of M tokens and its rollback, as `generate` sees it, in turns."""
+    import torch
+
+    ids = torch.arange(M)
+    samples: dict[str, list[float]] = {name: [] for name in decoders}
+    for turn in range(3 if lab.interpret else 25):
+        for name, decoder in decoders.items():
+            start = time.perf_counter()
+            decoder.forward(ids)[:, 0].tolist()  # waits for the result, as reading tokens does
+            decoder.rollback(M)
+            if turn >= 2:
+                samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def steps(lab: Lab) -> tuple[dict[str, Any], list[str]]:
+    """Whole decoder steps of a model with the shape of Qwen3-8B, bf16 against W8A8."""
+    import torch
+
+    from quasar_lab.model_shapes import SHAPES, ModelShape
+
+    shape = ModelShape(2, 64, 2, 1, 32, 96, 128) if lab.interpret else SHAPES["qwen3-8b"]
+    decoders = {"bf16": random_decoder(lab, shape, int8=False)}
+    decoders["w8a8"] = random_decoder(lab, shape, int8=True)
+    prompt = torch.arange(20 if lab.interpret else 512) % shape.vocab
+    for name, decoder in decoders.items():
+        if not bool(decoder.forward(prompt, num_logits=1).isfinite().all()):
+            raise CheckError(f"the {name} decoder gives logits that are not finite")
+    head = 2 * shape.head_weights
+    read = {
+        "bf16": 2 * shape.layer_weights + head,
+        "w8a8": shape.layer_weights + 4 * shape.layer_rows + head,
+    }
+    copy = lab.results.get("bandwidth", {}).get("copy_bytes_per_second") or copy_bandwidth(lab)
+    floors = {name: size / copy for name, size in read.items()}
+    rows = []
+    for M in (6, 1) if lab.interpret else (6, 1, 4, 8, 16):
+        if lab.seconds_left() < 10:
+            break
+        rows.append({"tokens": M, "seconds": step_seconds(lab, decoders, M)})
+    data: dict[str, Any] = {"floor_seconds": floors, "rows": rows}
+    data["engines"] = {name: decoder.engine for name, decoder in decoders.items()}
+    data["reasons"] = {
+        name: decoder._graphs.reason for name, decoder in decoders.items() if decoder._graphs
+    }
+    return data, steps_table(data)
+
+
+def steps_table(data: Mapping[str, Any]) -> list[str]:
+    floors = data["floor_seconds"]
+    lines = ["tokens |  bf16   w8a8 ms a step | bf16 / w8a8 | bf16  w8a8 over their floors"]
+    for row in sorted(data["rows"], key=lambda row: row["tokens"]):
+        ms = {name: 1e3 * value for name, value in row["seconds"].items()}
+        over = {name: row["seconds"][name] / floors[name] for name in floors}
+        lines.append(
+            f"{row['tokens']:6} |{ms['bf16']:6.2f} {ms['w8a8']:6.2f}           |"
+            f"{ms['bf16'] / ms['w8a8']:8.2f}     |{over['bf16']:5.2f} {over['w8a8']:5.2f}"
+        )
+    lines.append(
+        f"floors (bytes / copy bandwidth): bf16 {1e3 * floors['bf16']:.2f} ms, w8a8 "
+        f"{1e3 * floors['w8a8']:.2f} ms; targets at 6 tokens: bf16 / w8a8 of {TARGET_STEP}, w8a8 "
+        f"within {TARGET_FLOOR} of its floor"
+    )
+    lines.append("steps by " + ", ".join(f"{n}: {engine}" for n, engine in data["engines"].items()))
+    lines += [f"no graphs for {n}: {why}" for n, why in data["reasons"].items() if why]
+    return lines
+
+
 SECTIONS: dict[str, Callable[[Lab], tuple[dict[str, Any], list[str]]]] = {
     "environment": environment,
     "correctness": correctness,
     "bandwidth": bandwidth,
+    "steps": steps,
 }
 
 

@@ -20,10 +20,11 @@ Sources: RMSNorm (arXiv 1910.07467), rotary positions (2104.09864), grouped-quer
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from quasar_lab.cuda_graphs import MAX_TOKENS, GraphedSteps
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
 from quasar_lab.errors import UserError
 from quasar_lab.placement import reserve
@@ -63,7 +64,7 @@ def attend(
     q: Float[Tensor, "tokens heads head_dim"],
     keys: Float[Tensor, "kv_heads context head_dim"],
     values: Float[Tensor, "kv_heads context head_dim"],
-    visible: Bool[Tensor, "tokens context"] | None,
+    visible: Bool[Tensor, "tokens context"],
     scale: float,
     softmax_dtype: torch.dtype,
 ) -> Float[Tensor, "tokens channels"]:
@@ -72,21 +73,17 @@ def attend(
     kv_heads, context, _ = keys.shape
     q = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     scores = (q @ keys.mT * scale).view(kv_heads, -1, tokens, context)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
+    scores = scores.masked_fill(~visible, float("-inf"))
     weights = scores.softmax(-1, dtype=softmax_dtype).to(q.dtype).view(kv_heads, -1, context)
     mixed = (weights @ values).view(kv_heads, -1, tokens, head_dim)
     return mixed.permute(2, 0, 1, 3).reshape(tokens, heads * head_dim)
 
 
 def visibility(
-    length: int, tokens: int, window: int | None, device: torch.device
-) -> Bool[Tensor, "tokens context"] | None:
-    """Which cache positions each of the new tokens sees; None where that is all of them."""
-    if tokens == 1 and (window is None or length < window):
-        return None
-    query = torch.arange(length, length + tokens, device=device)[:, None]
-    key = torch.arange(length + tokens, device=device)
+    positions: Int64[Tensor, "tokens"], context: int, window: int | None
+) -> Bool[Tensor, "tokens context"]:
+    """Which of the first `context` cache positions each of the new tokens sees."""
+    query, key = positions[:, None], torch.arange(context, device=positions.device)
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
@@ -96,8 +93,8 @@ class FastDecoder:
 
     Build it with `FastDecoder.from_model`. Attributes: `length` (tokens in the cache),
     `max_length`, `vocab_size`, `eos_token_ids`, `dtype`, `device`; `engine` says what runs the
-    steps, "torch" or "fused"; `keys` and `values` are the cache, [layers, kv_heads,
-    max_length, head_dim].
+    steps, "torch", "fused" or, on a GPU, "graphs"; `keys` and `values` are the cache, [layers,
+    kv_heads, max_length, head_dim].
     """
 
     def __init__(
@@ -117,14 +114,23 @@ class FastDecoder:
         if self.device.type == "cpu":
             self.keys, self.values = reserve((shape, self.dtype), (shape, self.dtype))
         else:
-            self.keys, self.values = torch.empty(2, *shape, dtype=self.dtype, device=self.device)
+            # not empty: a graph reads beyond the text, and 0 * NaN would reach the sum
+            self.keys, self.values = torch.zeros(2, *shape, dtype=self.dtype, device=self.device)
         position = torch.arange(max_length, dtype=torch.float32, device=self.device)
         angle = position[:, None] * weights.rope_frequency.to(self.device)
         angle = torch.cat((angle, angle), dim=-1)
         self.cos = (angle.cos() * weights.rope_factor).to(self.dtype)
         self.sin = (angle.sin() * weights.rope_factor).to(self.dtype)
         self._fused = self._fused_step(engine)
-        self.engine = "torch" if self._fused is None else "fused"
+        self._graphs: GraphedSteps | None = None
+        if self.device.type == "cuda" and engine == "auto":
+            self._graphs = GraphedSteps(self._static_step, max_length, self.device)
+
+    @property
+    def engine(self) -> str:
+        if self._fused is not None:
+            return "fused"
+        return "torch" if self._graphs is None or self._graphs.reason else "graphs"
 
     @classmethod
     def from_model(
@@ -173,8 +179,10 @@ class FastDecoder:
             raise UserError(f"num_logits={num_logits}: from 0 to the {len(tokens)} tokens given")
         if self._fused is not None:
             logits = self._fused.run(tokens.contiguous(), self.length, count)
+        elif self._graphs is not None and len(tokens) <= MAX_TOKENS:
+            logits = self._graphs.run(tokens, self.length, count)
         else:
-            logits = self._run(tokens, count)
+            logits = self._run(tokens.to(self.device), count)
         self.length += len(tokens)
         return logits
 
@@ -186,7 +194,9 @@ class FastDecoder:
 
     def _checked(self, ids: object) -> Tensor:
         try:
-            tokens = torch.as_tensor(ids, device=self.device)
+            tokens = torch.as_tensor(
+                ids
+            )  # checked where they are: a GPU would have to be waited for
         except (TypeError, ValueError, RuntimeError):
             raise UserError(f"ids are a {type(ids).__name__}: expected [M] whole numbers") from None
         if tokens.ndim == 2:
@@ -226,21 +236,36 @@ class FastDecoder:
     def _run(self, tokens: Tensor, num_logits: int) -> Float[Tensor, "num_logits vocab"]:
         hidden, start = [], self.length
         for chunk in tokens.split(PREFILL_CHUNK):
-            hidden.append(self._layers(chunk, start))
-            start += len(chunk)
-        last = torch.cat(hidden)[len(tokens) - num_logits :]
+            end = start + len(chunk)
+            positions = torch.arange(start, end, device=self.device)
+            hidden.append(self._layers(chunk, slice(start, end), positions, end))
+            start = end
+        return self._head(torch.cat(hidden), num_logits)
+
+    @torch.no_grad()
+    def _static_step(
+        self, ids: Tensor, positions: Tensor, context: int, num_logits: int
+    ) -> Float[Tensor, "num_logits vocab"]:
+        """The same step without a number that changes: all it does follows from the tensors."""
+        return self._head(self._layers(ids, positions, positions, context), num_logits)
+
+    def _head(self, hidden: Tensor, num_logits: int) -> Float[Tensor, "num_logits vocab"]:
+        last = hidden[len(hidden) - num_logits :]
         return self.weights.head(rms_norm(last, self.weights.norm, self.weights.eps))
 
-    def _layers(self, tokens: Tensor, start: int) -> Float[Tensor, "tokens hidden"]:
-        end = start + len(tokens)
-        cos, sin = self.cos[start:end], self.sin[start:end]
+    def _layers(
+        self, tokens: Tensor, where: slice | Tensor, positions: Tensor, context: int
+    ) -> Float[Tensor, "tokens hidden"]:
+        """where: the new tokens' places in the cache, of which the first `context` are read."""
+        cos, sin = self.cos[where], self.sin[where]
         visible = {
-            window: visibility(start, len(tokens), window, self.device)
+            window: visibility(positions, context, window)
             for window in {layer.window for layer in self.weights.layers}
         }
         x = self.weights.embed[tokens]
         for index, layer in enumerate(self.weights.layers):
-            x = x + self._attention(x, index, layer, start, cos, sin, visible[layer.window])
+            seen = visible[layer.window]
+            x = x + self._attention(x, index, layer, where, context, cos, sin, seen)
             gate, up = layer.gate_up(rms_norm(x, layer.post_norm, self.weights.eps)).chunk(2, -1)
             x = x + layer.down(nn.functional.silu(gate) * up)
         return x
@@ -250,12 +275,13 @@ class FastDecoder:
         x: Float[Tensor, "tokens hidden"],
         index: int,
         layer: LayerWeights,
-        start: int,
+        where: slice | Tensor,
+        context: int,
         cos: Tensor,
         sin: Tensor,
-        visible: Tensor | None,
+        visible: Tensor,
     ) -> Float[Tensor, "tokens hidden"]:
-        weights, end = self.weights, start + len(x)
+        weights = self.weights
         heads, kv_heads = weights.num_heads, weights.num_kv_heads
         qkv = layer.qkv(rms_norm(x, layer.input_norm, weights.eps))
         q, k, v = qkv.view(len(x), -1, weights.head_dim).split((heads, kv_heads, kv_heads), dim=1)
@@ -263,12 +289,12 @@ class FastDecoder:
             q = rms_norm(q, layer.q_norm, weights.eps)
             k = rms_norm(k, layer.k_norm, weights.eps)
         keys, values = self.keys[index], self.values[index]
-        keys[:, start:end] = rotate(k, cos, sin).transpose(0, 1)
-        values[:, start:end] = v.transpose(0, 1)
+        keys[:, where] = rotate(k, cos, sin).transpose(0, 1)
+        values[:, where] = v.transpose(0, 1)
         mixed = attend(
             rotate(q, cos, sin),
-            keys[:, :end],
-            values[:, :end],
+            keys[:, :context],
+            values[:, :context],
             visible,
             weights.attention_scale,
             weights.softmax_dtype,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quasar_lab.errors import UserError
 from quasar_lab.int8_gemm import w8a8_linear
 from quasar_lab.placement import is_placed, reserve
-from quasar_lab.quantization import W8A8Linear
+from quasar_lab.quantized_linear import W8A8Linear
 
 # model_type of the families that are this one architecture; others with the same module names
 # scale their embeddings, move their norms or cap their logits.

@@ -57,7 +57,8 @@ def test_it_runs_through_in_the_interpreter(tmp_path):
     done = run("--interpret", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())
-    assert list(results)[:3] == ["environment", "correctness", "bandwidth"]
+    assert list(results)[:4] == ["environment", "correctness", "bandwidth", "steps"]
+    assert {row["tokens"] for row in results["steps"]["rows"]} == {1, 6}
     assert results["correctness"]["exact_products"] > 30
     assert len(results["bandwidth"]["products"]) == 6
     assert done.stdout.rstrip().endswith("all checks passed")
