@@ -133,3 +133,23 @@ def test_the_replayer_steps_with_the_keyboard(page, lab) -> None:
     last = re.search(r"of (\d+)", state.inner_text()).group(1)
     eventually(state, f"step {last} of {last}")
     keep_screenshot(page, "04_replayer")
+
+
+def test_the_race_starts_and_stops(page, lab) -> None:
+    open_notebook(page, lab, "08_live_throughput")
+    run_all(page)
+    panel = page.locator(".jp-OutputArea-output .widget-vbox").last
+    panel.scroll_into_view_if_needed()
+    state = panel.locator("[role=status]")
+    eventually(state, "^ready")
+    start = panel.get_by_role("button", name="Start")
+    stop = panel.get_by_role("button", name="Stop")
+    start.click()
+    eventually(state, "^running")
+    stop.click()
+    eventually(state, "^stopped")
+    start.click()
+    eventually(state, "^running")
+    eventually(state, "^done")
+    assert panel.locator("img").get_attribute("alt")
+    keep_screenshot(page, "08_race")
