@@ -18,10 +18,12 @@ import torch
 from ipywidgets.widgets import widget as ipywidgets_registry
 from tiny_models import tiny_model
 
-from quasar_lab import NGramDrafter, calibrate, generate
+from quasar_lab import NGramDrafter, QuantizationConfig, calibrate, generate, quantize
+from quasar_lab.widgets.cost_calculator import CostCalculator
 from quasar_lab.widgets.fidelity_explorer import FidelityExplorer
 from quasar_lab.widgets.outlier_explorer import OutlierExplorer
 from quasar_lab.widgets.panel import Panel
+from quasar_lab.widgets.race_panel import RacePanel
 from quasar_lab.widgets.replayer import Replayer
 
 RUNS = 10
@@ -50,7 +52,7 @@ class Runner(Panel):
         assert not self.start(run)  # started twice: the second does nothing
 
 
-def outlier_explorer() -> Callable[[], Panel]:
+def outlier_explorer(_lab) -> Callable[[], Panel]:
     model = tiny_model("llama", dtype=torch.float32)
     stats = calibrate(model, [torch.arange(1, 40)])
 
@@ -63,7 +65,7 @@ def outlier_explorer() -> Callable[[], Panel]:
     return make
 
 
-def fidelity_explorer() -> Callable[[], Panel]:
+def fidelity_explorer(_lab) -> Callable[[], Panel]:
     frame = pd.DataFrame(
         [
             {"variant": "m2", "text": text, "label": "chat", "temperature": temperature,
@@ -81,7 +83,7 @@ def fidelity_explorer() -> Callable[[], Panel]:
     return make
 
 
-def replayer() -> Callable[[], Panel]:
+def replayer(_lab) -> Callable[[], Panel]:
     generation = generate(
         tiny_model("llama"), [5, 6, 7, 5, 6], drafter=NGramDrafter(), max_new_tokens=12,
         eos_token_id=[],
@@ -96,7 +98,29 @@ def replayer() -> Callable[[], Panel]:
     return make
 
 
-def runner() -> Callable[[], Panel]:
+def cost_calculator(_lab) -> Callable[[], Panel]:
+    def make() -> Panel:
+        panel = CostCalculator()
+        panel.acceptance.value = 0.6
+        panel.flush()
+        return panel
+
+    return make
+
+
+def race(lab) -> Callable[[], Panel]:
+    int8 = quantize(lab.model, config=QuantizationConfig(smoothing="none"))
+
+    def make() -> Panel:
+        panel = RacePanel(lab, int8, max_new_tokens=4, first_tokens=2)
+        assert panel.start_race()
+        panel.stop()
+        return panel
+
+    return make
+
+
+def runner(_lab) -> Callable[[], Panel]:
     def make() -> Panel:
         panel = Runner()
         panel.use()
@@ -115,10 +139,13 @@ def measured() -> tuple[int, int, int]:
     return threading.active_count(), widgets_alive, psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("widget", [outlier_explorer, fidelity_explorer, replayer, runner])
-def test_ten_runs_leave_no_more_than_one(widget) -> None:
+WIDGETS = [outlier_explorer, fidelity_explorer, replayer, cost_calculator, race, runner]
+
+
+@pytest.mark.parametrize("widget", WIDGETS)
+def test_ten_runs_leave_no_more_than_one(widget, tiny_language_model) -> None:
     """Memory after ten runs of a cell within 5 % of after one; no thread, no widget more."""
-    make = widget()
+    make = widget(tiny_language_model)
     panel = make()
     threads, alive, memory = measured()
     former = []
