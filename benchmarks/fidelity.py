@@ -15,11 +15,13 @@ reports/fidelity.json and reports/fidelity.md.
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
 from quasar_lab import NGramDrafter, QuantizationConfig, UserError, calibrate, load, quantize
 from quasar_lab.architectures import GROUP_KINDS
@@ -33,12 +35,16 @@ from quasar_lab.fidelity_runs import (
 )
 from quasar_lab.loading import LanguageModel
 from quasar_lab.machine import describe_machine
+from quasar_lab.mixed_precision import sensitivity
 from quasar_lab.progress import say
-from quasar_lab.quantization import quantization_report
+from quasar_lab.quantization import W8A8Linear, quantization_report
 from quasar_lab.results import ResultFile, write_atomically
 from quasar_lab.tasks import TASKS, load_task
 
 NO_DOWN = ("lm_head", "down_proj")
+# Two recipes that say what stands in the way of less.
+MOST_SENSITIVE = "alpha auto+all, 5 % most sensitive full"
+WEIGHTS_ALONE = "alpha auto+all, activations full"
 
 
 def recipes() -> dict[str, tuple[QuantizationConfig, float | None]]:
@@ -64,7 +70,24 @@ def recipes() -> dict[str, tuple[QuantizationConfig, float | None]]:
     add("alpha auto+all, down_proj full", "smoothquant", "auto", groups=GROUP_KINDS, skip=NO_DOWN)
     add("alpha auto+all, lm_head INT8", "smoothquant", "auto", groups=GROUP_KINDS, skip=())
     add("alpha auto+all, budget .004", "smoothquant", "auto", groups=GROUP_KINDS, budget_kl=0.004)
+    add(MOST_SENSITIVE, "smoothquant", "auto", groups=GROUP_KINDS)
+    add(WEIGHTS_ALONE, "smoothquant", "auto", groups=GROUP_KINDS)
     return table
+
+
+def float_activations_(quantized: nn.Module) -> nn.Module:
+    """The same INT8 weights, but multiplied by activations that are not rounded; in place."""
+    for name, linear in list(quantized.named_modules()):
+        if isinstance(linear, W8A8Linear):
+            bias = linear.bias is not None
+            plain = nn.Linear(linear.in_features, linear.out_features, bias=bias)
+            with torch.no_grad():
+                plain.weight.copy_(linear.qweight * linear.weight_scale[:, None])
+                if bias:
+                    plain.bias.copy_(linear.bias)
+            parent, _, child = name.rpartition(".")
+            setattr(quantized.get_submodule(parent), child, plain)
+    return quantized
 
 
 def reference_texts(
@@ -150,9 +173,16 @@ def main() -> None:
         config, budget_kl = known[name]
         start = time.perf_counter()
         quantized = quantize(model, stats, config, budget_kl=budget_kl, evaluation=evaluation)
+        if name == MOST_SENSITIVE:
+            order = sensitivity(model.model, quantized, evaluation, num_tokens=256).name
+            worst = tuple(order[: len(order) // 20])
+            say(f"most sensitive: {', '.join(worst)}")
+            quantized = quantize(model, stats, replace(config, skip=("lm_head", *worst)))
         seconds = time.perf_counter() - start
         report = quantization_report(quantized)
         full = report[(report.precision == "full") & (report.name != "lm_head")]
+        if name == WEIGHTS_ALONE:
+            float_activations_(quantized)
         frames = []
         for index, (ids, first) in enumerate(contexts):
             table = compare_logits(expected[index], next_token_logits(quantized, ids, first))

@@ -4,10 +4,11 @@
     python benchmarks/gemm.py                       all shapes, M = 1..64 and 512
     python benchmarks/gemm.py --models smollm2-135m --rows 1,6,8 --threads 1
 
-Every backend and every full-precision path of one shape take turns in one run, two
-calls a turn of which the second counts; each call gets the next of enough copies of the weight that
-none is found in the cache. Bandwidth counts the bytes of
-the INT8 weight; the ratio is to the fastest full-precision path found for that shape and M.
+Every backend and every full-precision path of one shape take turns in one run, two calls a turn of
+which the second counts; each call gets the next of enough copies of the weight that none is found
+in the cache. Bandwidth counts the bytes of the INT8 weight, as a share of what a plain read of
+memory reached in the same turns; the ratio is to the fastest full-precision path found for that
+shape and M.
 Writes reports/gemm.json and reports/gemm.png.
 """
 
@@ -25,7 +26,7 @@ from quasar_lab.placement import reserve
 from quasar_lab.plots import plot_gemm
 from quasar_lab.progress import ProgressBar
 from quasar_lab.results import write_atomically
-from quasar_lab.timing import copies_out_of_cache, read_bandwidth, time_interleaved
+from quasar_lab.timing import copies_out_of_cache, time_interleaved
 
 # (N, K) of each distinct linear: q, k/v, o, gate/up, down, lm_head
 SHAPES = {
@@ -37,6 +38,8 @@ SHAPES = {
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 512)
 # A product of this many operations is timed once or twice only.
 SLOW = 2e9
+# A shared machine's bandwidth changes from minute to minute: so many bytes are read in every turn.
+READ_BYTES = 64 << 20
 
 
 def placed(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -60,8 +63,10 @@ def full_precision_paths(
     }
 
 
-def measure_shape(n: int, k: int, rows: list[int], backends: list[str]) -> list[dict]:
-    """One row for each M and path."""
+def measure_shape(
+    n: int, k: int, rows: list[int], backends: list[str], memory: list[torch.Tensor]
+) -> list[dict]:
+    """One row for each M and path. memory: large arrays, whose sums take their turn as well."""
     count = copies_out_of_cache(n * k)
     base = placed([torch.randn(n, k) / k**0.5 for _ in range(max(1, -(-count // 4)))])
     pairs = [quantize_weight(weight) for weight in base]
@@ -81,16 +86,19 @@ def measure_shape(n: int, k: int, rows: list[int], backends: list[str]) -> list[
             functions[backend] = lambda i, backend=backend, x=x: w8a8_linear(
                 x, *quantized[i % count], backend=backend
             )
-        repeats = int(min(30, max(3, SLOW / (m * n * k) * 10)))
+        functions["read"] = lambda i: memory[i % len(memory)].sum()
+        repeats = int(min(30, max(5, SLOW / (m * n * k) * 10)))
         times = time_interleaved(functions, repeats=repeats, lead_in=1)
         fastest = times.loc[list(full), "median"].min()
-        for name, row in times.iterrows():
+        bandwidth = memory[0].nbytes / times.loc["read", "median"]
+        for name, row in times.drop("read").iterrows():
             found.append(
                 {
                     "N": n, "K": k, "M": m, "path": name, "int8": name in backends,
                     "microseconds": row["median"] * 1e6, "low": row["low"] * 1e6,
                     "high": row["high"] * 1e6,
                     "gigabytes_per_second": n * k / row["median"] / 1e9,
+                    "share_of_bandwidth": n * k / row["median"] / bandwidth,
                     "times_fastest_full_precision": fastest / row["median"],
                 }
             )  # fmt: skip
@@ -117,17 +125,16 @@ def main() -> None:
     rows = [int(m) for m in arguments.rows.split(",")]
     shapes = list(dict.fromkeys(shape for name in names for shape in SHAPES[name]))
 
-    before = read_bandwidth()
+    memory = reserve(*[((READ_BYTES // 4,), torch.float32)] * 4)
+    for array in memory:
+        array.fill_(1)
     found: list[dict] = []
     with ProgressBar(len(shapes), "multiplying", unit="shape") as bar:
         for n, k in shapes:
-            found += measure_shape(n, k, rows, backends)
+            found += measure_shape(n, k, rows, backends, memory)
             bar.step(f"{n} x {k}")
-    after = read_bandwidth()
-    # the limit is what the machine could do at its best during the run
-    bandwidth = max(before, after)
     table = pd.DataFrame(found)
-    table["share_of_bandwidth"] = table["gigabytes_per_second"] * 1e9 / bandwidth
+    bandwidth = 1e9 * (table["gigabytes_per_second"] / table["share_of_bandwidth"]).median()
     result = {
         "machine": describe_machine(),
         "read_bandwidth": bandwidth,
