@@ -4,10 +4,12 @@ The INT8 weights are taken as they are, so that what is measured here is the mod
 elsewhere, not one quantised anew.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
@@ -59,6 +61,22 @@ def load_compressed_tensors(
     _fill_(model, layout, dict(_tensors(folder, source.label)), source.label)
     model.config._name_or_path = str(folder)
     return LanguageModel(model.to(place).eval().requires_grad_(False), tokenizer, source.name)
+
+
+def checkpoint_table(directory: str | Path) -> pd.DataFrame:
+    """What a folder's safetensors hold, from their headers: name, dtype, shape, bytes, file."""
+    folder = Path(directory)
+    records = []
+    for path in weight_files(folder, str(directory)):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                part = file.get_slice(name)
+                kind, shape = part.get_dtype(), part.get_shape()
+                size = math.prod(shape) * int(kind.lstrip("BFIU")) // 8
+                records.append(
+                    {"name": name, "dtype": kind, "shape": shape, "bytes": size, "file": path.name}
+                )
+    return pd.DataFrame(records)
 
 
 def _tensors(folder: Path, label: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,9 +1,12 @@
 """What every notebook uses: the fast switch, and pictures that also speak to a screen reader."""
 
+import atexit
 import base64
 import html
 import io
 import os
+import tempfile
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -32,3 +35,10 @@ class Picture:
 def show(figure: Figure, alt: str) -> Picture:
     """The figure for display; `alt` says in a sentence what it shows."""
     return Picture(figure, alt)
+
+
+def scratch_folder() -> Path:
+    """An empty folder that is gone when the kernel ends."""
+    folder = tempfile.TemporaryDirectory(prefix="quasar-lab-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)

@@ -28,6 +28,7 @@ from quasar_lab import (
 from quasar_lab import export as export_module
 from quasar_lab.cli import main
 from quasar_lab.fidelity import compare_logits
+from quasar_lab.import_checkpoint import checkpoint_table
 from quasar_lab.quantization import quantization_report
 from quasar_lab.quantized_linear import W8A8Linear
 
@@ -192,6 +193,21 @@ class TestFolder:
         assert "lm_head.weight" not in tensors  # tied
         assert (folder / "generation_config.json").is_file()
         assert not hasattr(tiny.model.config, "quantization_config")
+
+    def test_what_is_in_it(self, tiny, tmp_path) -> None:
+        quantized = quantized_of(tiny.model)
+        folder = export_compressed_tensors(quantized, tmp_path / "w8a8", max_shard_size="20KB")
+        table = checkpoint_table(folder).set_index("name")
+        tensors = {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        assert set(table.index) == set(tensors)
+        for name, tensor in tensors.items():
+            assert table.loc[name, "shape"] == list(tensor.shape)
+            assert table.loc[name, "bytes"] == tensor.numel() * tensor.element_size()
+        assert table.loc["model.layers.0.mlp.up_proj.weight", "dtype"] == "I8"
 
     def test_large_models_are_sharded(self, tiny, tmp_path) -> None:
         quantized = quantized_of(tiny.model)
