@@ -12,7 +12,7 @@ from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quasar_lab.int8_gemm.reference import QMAX, quantize_activation
+from quasar_lab.int8_gemm.reference import QMAX, around_product
 
 # The fewest rows cuBLASLt is given, and what K and N are multiples of.
 _MIN_ROWS, _MULTIPLE = 32, 8
@@ -74,9 +74,5 @@ def w8a8_linear(
     weight_scale: Float32[Tensor, "N"],
     bias: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "M N"]:
-    """Quantise, multiply, scale in fp32, add the bias: torch operators around one product."""
-    quantized, scale = quantize_activation(x)
-    out = int8_matmul(quantized, qweight).float() * scale * weight_scale
-    if bias is not None:
-        out += bias.float()
-    return out.to(x.dtype)
+    """The reference's torch operators around this product."""
+    return around_product(int8_matmul, x, qweight, weight_scale, bias)

@@ -6,6 +6,8 @@ computed on the fly ("dynamic"), so that a token's result never depends on its n
 Source: SmoothQuant (arXiv 2211.10438), section 3, per-token and per-channel granularity.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
@@ -73,15 +75,29 @@ def int8_matmul(a: Int8[Tensor, "M K"], b: Int8[Tensor, "N K"]) -> Int32[Tensor,
     return total
 
 
+def around_product(
+    product: Callable[[Tensor, Tensor], Tensor],
+    x: Float[Tensor, "M K"],
+    qweight: Int8[Tensor, "N K"],
+    weight_scale: Float32[Tensor, "N"],
+    bias: Float[Tensor, "N"] | None,
+) -> Float[Tensor, "M N"]:
+    """Quantise x a row at a time, multiply in integers, scale in fp32, add the bias; x's dtype.
+
+    product: (int8[M, K], int8[N, K]) -> int32[M, N].
+    """
+    quantized, scale = quantize_activation(x)
+    out = product(quantized, qweight).float() * scale * weight_scale
+    if bias is not None:
+        out += bias.float()
+    return out.to(x.dtype)
+
+
 def w8a8_linear(
     x: Float[Tensor, "M K"],
     qweight: Int8[Tensor, "N K"],
     weight_scale: Float32[Tensor, "N"],
     bias: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "M N"]:
-    """Quantise x a row at a time, multiply in integers, scale in fp32, add the bias; x's dtype."""
-    quantized, scale = quantize_activation(x)
-    out = int8_matmul(quantized, qweight).float() * scale * weight_scale
-    if bias is not None:
-        out += bias.float()
-    return out.to(x.dtype)
+    """The linear that every backend must equal, bit for bit."""
+    return around_product(int8_matmul, x, qweight, weight_scale, bias)
