@@ -207,6 +207,9 @@ def test_the_command_measures_prints_and_merges(tiny_folder, tmp_path, capsys) -
     merged = tmp_path / "all.jsonl"
     assert cli.main(["bench", "merge", *map(str, paths), "--output", str(merged)]) == 0
     assert capsys.readouterr().out.startswith("20 runs")
+    assert cli.main(["bench", "tables", str(merged), "--output", str(tmp_path / "tables")]) == 0
+    assert (tmp_path / "tables" / "all.md").read_text().count("mine") >= 1
+    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 @pytest.mark.parametrize(
@@ -233,6 +236,7 @@ def test_the_command_measures_prints_and_merges(tiny_folder, tmp_path, capsys) -
         (["--shard", "3/2"], "shard '3/2'"),
         (["--shard", "60/60"], "shard 60/60 of 50 prompts"),
         (["merge", "absent.jsonl", "b.jsonl"], "cannot read absent.jsonl"),
+        (["tables", "absent.jsonl"], "cannot read absent.jsonl"),
         (["dance"], "dance"),
     ],
 )

@@ -1,5 +1,7 @@
 """The paper's tables: pure functions of the rows, with L and r beside every speedup."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from quasar_lab import UserError
 from quasar_lab.methods import METHODS, DraftSettings, Variant
 from quasar_lab.summary import summarize
+from quasar_lab.table_files import to_latex, to_markdown, write_tables
 from quasar_lab.tables import (
     ALL_TASKS,
     MEAN_OF_TASKS,
@@ -123,6 +126,32 @@ def test_the_pruning_ablation_keeps_its_two_readings_apart() -> None:
     assert row["paper (second-hand), Qwen3-8B", "L"] == 1.27
     with pytest.raises(UserError, match="no pruned method"):
         by_pruning(measured_table(data))
+
+
+def test_files_hold_what_the_tables_hold(tmp_path) -> None:
+    data = rows(drafts=DRAFTS[:2])
+    paths = write_tables(data, tmp_path / "new", "run")
+    assert [path.name for path in paths] == [
+        "run.md", "run.tex", "run.json", "run-tasks.png", "run-temperature.png", "run-draft.png",
+    ]  # fmt: skip
+    measured = measured_table(data)
+    stored = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert [row["speedup"] for row in stored] == pytest.approx(measured["speedup"].tolist())
+    markdown = (tmp_path / "new" / "run.md").read_text()
+    assert by_task(measured).iloc[0, 0] in markdown and "second-hand" in markdown
+    assert "## Pruning" not in markdown  # no pruned method ran
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines[:4]}) == 1
+    latex = (tmp_path / "new" / "run.tex").read_text()
+    assert latex.count("\\begin{table}") == latex.count("\\end{table}") == 4
+    for path in paths[3:]:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_markdown_and_latex_escape_nothing_away() -> None:
+    table = pd.DataFrame({("", "method"): ["a_b & c"], ("here", "L"): [1.5], ("x", "y"): [np.nan]})
+    assert to_markdown(table).splitlines()[-1] == "| a_b & c | 1.50 |  |"
+    assert "a\\_b \\& c & 1.50" in to_latex(table, "t")
 
 
 def test_rows_of_nothing_are_refused() -> None:

@@ -15,7 +15,8 @@ def add(commands: Any) -> None:
         help="the paper's experiments: models x methods x tasks x temperatures x seeds",
         description="Run every method on every prompt at every temperature. Each result is on the "
         "disk before the next run begins: the same command continues a run that was stopped.",
-        epilog="quasar-lab bench merge SHARD SHARD ... --output FILE joins the shards of a run.",
+        epilog="quasar-lab bench merge joins the shards of a run; quasar-lab bench tables writes "
+        "the paper's tables of a results file.",
     )
     bench.set_defaults(run=run)
     bench.add_argument("--models", type=names, metavar="NAMES",
@@ -61,6 +62,12 @@ def add(commands: Any) -> None:
     merge.add_argument("--output", dest="merged", type=Path, default=Path("reports/bench.jsonl"),
                        metavar="FILE", help="default: reports/bench.jsonl")  # fmt: skip
     merge.set_defaults(run=run_merge)
+    tables = actions.add_parser("tables", help="the paper's tables and figures of a results file")
+    tables.add_argument("file", type=Path, metavar="FILE", help="what a run or a merge wrote")
+    tables.add_argument("--output", dest="folder", type=Path, default=Path("reports"),
+                        metavar="FOLDER", help="for Markdown, LaTeX, JSON and figures (default: "
+                        "reports)")  # fmt: skip
+    tables.set_defaults(run=run_tables)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -96,6 +103,18 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps({"results": str(output), "rows": len(rows), "table": table}))
         return
     print(f"{by_task(measured).to_string()}\n\n{len(rows)} runs: {output}")
+
+
+def run_tables(arguments: argparse.Namespace) -> None:
+    from quasar_lab.experiment import frame
+    from quasar_lab.results import read_results
+    from quasar_lab.table_files import write_tables
+
+    _, rows = read_results(arguments.file)
+    paths = write_tables(frame(rows), arguments.folder, arguments.file.stem)
+    print(
+        json.dumps([str(path) for path in paths]) if arguments.json else "\n".join(map(str, paths))
+    )
 
 
 def run_merge(arguments: argparse.Namespace) -> None:
