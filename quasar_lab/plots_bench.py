@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from quasar_lab.methods import BASELINE
-from quasar_lab.plots import _figure, _look, style
+from quasar_lab.plots import look_of_methods, style
 from quasar_lab.tables import ALL_TASKS
 from quasar_lab.tasks import TASKS
 
@@ -21,7 +21,8 @@ def plot_by_task(measured: pd.DataFrame) -> Figure:
     table = _one(measured, "model", "temperature")
     tasks = list(dict.fromkeys(table["task"]))
     with style():
-        figure, axes = _figure(8.0, 0.75 * len(tasks) + 1.8)
+        figure = Figure(figsize=(8.0, 0.75 * len(tasks) + 1.8), layout="constrained")
+        axes = figure.subplots()
         for method, offset in _offsets(table):
             rows = table[table["method"] == method].drop_duplicates("task").set_index("task")
             y = np.arange(len(tasks)) + offset
@@ -42,7 +43,7 @@ def plot_by_temperature(measured: pd.DataFrame) -> Figure:
         for method, _ in _offsets(table):
             rows = table[table["method"] == method].drop_duplicates("temperature")
             rows = rows.sort_values("temperature")
-            color, marker = _look([method])[method]
+            color, marker = look_of_methods([method])[method]
             _points(left, rows, rows["temperature"], method)
             left.plot(rows["temperature"], rows["speedup"], color=color)
             right.plot(
@@ -63,7 +64,7 @@ def plot_by_draft(measured: pd.DataFrame) -> Figure:
     with style():
         figure, [left, right] = _pair()
         for method in dict.fromkeys(table["method"]):
-            color, _ = _look([method])[method]
+            color, _ = look_of_methods([method])[method]
             own = table[table["method"] == method]
             for number, (bounds, rows) in enumerate(own.groupby(["min_ngram", "max_ngram"])):
                 rows = rows.sort_values("num_draft_tokens")
@@ -111,7 +112,7 @@ def _offsets(table: pd.DataFrame) -> list[tuple[str, float]]:
 def _points(
     axes: Axes, rows: pd.DataFrame, place: Any, method: str, horizontal: bool = False
 ) -> None:
-    color, marker = _look([method])[method]
+    color, marker = look_of_methods([method])[method]
     label = rows["label"].dropna().iloc[0]
     value = rows["speedup"].to_numpy()
     spread = np.stack([value - rows["speedup_low"], rows["speedup_high"] - value])

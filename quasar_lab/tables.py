@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from quasar_lab.errors import UserError
-from quasar_lab.methods import BASELINE, DRAFT_COLUMNS, DraftSettings
+from quasar_lab.methods import BASELINE, DRAFT_COLUMNS, METHODS, DraftSettings
 from quasar_lab.paper_figures import paper_pruning, paper_table
 from quasar_lab.summary import interval, resample, summarize
 
@@ -45,6 +45,9 @@ def measured_table(rows: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
         raise UserError("there are no rows to make a table of: run a benchmark first")
     if "model" not in rows:
         rows = rows.assign(model="")
+    # as the methods are listed everywhere; they were stored in the order in which they took turns
+    rank = {name: position for position, name in enumerate(METHODS)}
+    rows = rows.sort_values("method", key=lambda names: names.map(rank), kind="stable")
     parts = []
     for settings, group in _settings(rows):
         tasks = dict.fromkeys(group["task"])
@@ -182,7 +185,10 @@ def by_pruning(measured: pd.DataFrame) -> pd.DataFrame:
             record[f"{role}, measured", "same text"] = row.same_as_baseline
         for name in ("L", "speedup"):
             record["paper (second-hand), Qwen3-8B", name] = paper.loc[int(percent), name]
-    table = pd.DataFrame.from_dict(records, orient="index").sort_index(axis=1, ascending=False)
+    groups = ("verifier, measured", "drafter, measured", "paper (second-hand), Qwen3-8B")
+    columns = [(group, name) for group in groups for name in ("L", "speedup", "same text")]
+    table = pd.DataFrame.from_dict(records, orient="index")
+    table = table[[column for column in columns if column in table]]
     table.index = table.index.set_names(["model", "temperature", "layers kept, %"])
     return table.sort_index(ascending=[True, True, False])
 

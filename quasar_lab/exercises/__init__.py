@@ -39,6 +39,8 @@ _HOME: dict[str, str] = {
     "counters_to_length": "serving",
     "ignore_list": "serving",
     "largest_free_batch": "serving",
+    "equal_bytes_keep": "pruning",
+    "one_draft_acceptance": "pruning",
 }
 
 
