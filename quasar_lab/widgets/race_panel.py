@@ -51,7 +51,7 @@ class RacePanel(Panel):
         )  # fmt: skip
         self.temperature = widgets.FloatSlider(
             value=0.0, min=0.0, max=1.5, step=0.1, description="temperature",
-            continuous_update=False,
+            continuous_update=False, style={"description_width": "initial"},
         )  # fmt: skip
         self.start_button = widgets.Button(description="Start", icon="play")
         self.stop_button = widgets.Button(description="Stop", icon="stop", disabled=True)
