@@ -445,54 +445,6 @@ def bandwidth_table(data: Mapping[str, Any]) -> list[str]:
 # ---- section: whole steps ----
 
 
-def random_decoder(lab: Lab, shape: Any, *, int8: bool) -> Any:
-    """A decoder of this shape with random weights: bf16 with cuBLAS, or W8A8 with our kernels."""
-    import torch
-
-    from quasar_lab.decoder import FastDecoder
-    from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, Matrix, Projection
-
-    bf16 = torch.bfloat16
-
-    def projection(n: int, k: int, seed: int, quantized: bool = int8) -> Projection:
-        if quantized:
-            scale = torch.full((n,), 1 / (74 * k**0.5), device=lab.device)  # int8 has a std of 74
-            weight = lab.random(n, k, dtype=torch.int8, seed=seed)
-            return Projection((Matrix(weight, None, scale, "triton"),))
-        return Projection((Matrix(lab.random(n, k, dtype=bf16, seed=seed) / k**0.5),))
-
-    ones = torch.ones(shape.hidden, dtype=bf16, device=lab.device)
-    head_ones = torch.ones(shape.head_dim, dtype=bf16, device=lab.device)
-    layers = []
-    for index in range(shape.layers):
-        parts = {
-            name: projection(n, k, 4 * index + i)
-            for i, (name, (n, k)) in enumerate(shape.linears.items())
-        }
-        layers.append(
-            LayerWeights(input_norm=ones, q_norm=head_ones, k_norm=head_ones, post_norm=ones,
-                         window=None, **parts)
-        )  # fmt: skip
-    half = torch.arange(shape.head_dim // 2, dtype=torch.float32, device=lab.device)
-    weights = DecoderWeights(
-        embed=lab.random(shape.vocab, shape.hidden, dtype=bf16, seed=1),
-        layers=tuple(layers),
-        norm=ones,
-        head=projection(shape.vocab, shape.hidden, 2, quantized=False),
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        eps=1e-6,
-        attention_scale=shape.head_dim**-0.5,
-        softmax_dtype=torch.float32,
-        rope_frequency=1e6 ** (-2 * half / shape.head_dim),
-        rope_factor=1.0,
-        rope_limit=None,
-    )
-    # on the CPU "auto" would want the compiler, which this script does without
-    return FastDecoder(weights, 1024, engine="torch" if lab.interpret else "auto")
-
-
 def step_seconds(lab: Lab, decoders: Mapping[str, Any], M: int) -> dict[str, float]:
     """Median seconds of a step of M tokens and its rollback, as `generate` sees it, in turns."""
     import torch
@@ -514,10 +466,15 @@ def steps(lab: Lab) -> tuple[dict[str, Any], list[str]]:
     import torch
 
     from quasar_lab.model_shapes import SHAPES, ModelShape
+    from quasar_lab.random_decoder import random_decoder
 
     shape = ModelShape(2, 64, 2, 1, 32, 96, 128) if lab.interpret else SHAPES["qwen3-8b"]
-    decoders = {"bf16": random_decoder(lab, shape, int8=False)}
-    decoders["w8a8"] = random_decoder(lab, shape, int8=True)
+    build = functools.partial(
+        random_decoder, shape, device=lab.device, backend="triton", head_norms=True,
+        # on the CPU "auto" would want the compiler, which this script does without
+        engine="torch" if lab.interpret else "auto",
+    )  # fmt: skip
+    decoders = {"bf16": build("bf16"), "w8a8": build("INT8")}
     prompt = torch.arange(20 if lab.interpret else 512) % shape.vocab
     for name, decoder in decoders.items():
         if not bool(decoder.forward(prompt, num_logits=1).isfinite().all()):

@@ -8,16 +8,14 @@ model of thin layers what a layer costs beside both.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quasar_lab.cost_model import SHARPNESS, Machine, StepWork
 from quasar_lab.decoder import FastDecoder
 from quasar_lab.machine import processor_name
 from quasar_lab.model_shapes import ModelShape
-from quasar_lab.quantization import QuantizationConfig, quantize
+from quasar_lab.random_decoder import DTYPES, random_decoder
 from quasar_lab.timing import time_interleaved
 
 # Larger than any cache in INT8; the head is small, so that one format is measured at a time.
@@ -30,41 +28,15 @@ THIN = ModelShape(
 _MANY, _CONTEXT = 16, 2048
 _TINY = 1e-6  # seconds: what is measured is never less
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def random_model(
-    shape: ModelShape, dtype: torch.dtype = torch.float32, *, max_length: int = 8192
-) -> PreTrainedModel:
-    """A Llama of this shape with random weights, its output layer tied to the embedding."""
-    config = LlamaConfig(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        max_position_embeddings=max_length,
-        tie_word_embeddings=True,
-    )
-    config.dtype = dtype
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval().requires_grad_(False)
-
 
 def _decoders() -> dict[str, FastDecoder]:
-    models: dict[str, Any] = {kind: random_model(WIDE, dtype) for kind, dtype in DTYPES.items()}
-    models["INT8"] = quantize(models["fp32"], config=QuantizationConfig(smoothing="none"))
-    models["thin"] = random_model(THIN)
-    models["deep in text"] = random_model(THIN)
-    room = {"deep in text": _CONTEXT + _MANY}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    build = partial(random_decoder, max_length=_MANY, device=device)
     return {
-        name: FastDecoder.from_model(model, max_length=room.get(name, _MANY))
-        for name, model in models.items()
+        **{kind: build(WIDE, kind, kind) for kind in DTYPES},
+        "INT8": build(WIDE, "INT8", "fp32"),
+        "thin": build(THIN, "fp32", "fp32"),
+        "deep in text": build(THIN, "fp32", "fp32", max_length=_CONTEXT + _MANY),
     }
 
 
