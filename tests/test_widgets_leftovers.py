@@ -23,6 +23,7 @@ from quasar_lab.widgets.cost_calculator import CostCalculator
 from quasar_lab.widgets.fidelity_explorer import FidelityExplorer
 from quasar_lab.widgets.outlier_explorer import OutlierExplorer
 from quasar_lab.widgets.panel import Panel
+from quasar_lab.widgets.pruning_explorer import PruningExplorer
 from quasar_lab.widgets.race_panel import RacePanel
 from quasar_lab.widgets.replayer import Replayer
 
@@ -108,6 +109,24 @@ def cost_calculator(_lab) -> Callable[[], Panel]:
     return make
 
 
+def pruning_explorer(_lab) -> Callable[[], Panel]:
+    table = pd.DataFrame(
+        [
+            {"strategy": "uniform", "keep": keep, "layers": round(30 * keep), "kl": 1 / keep - 0.9,
+             "tv": 1 - keep, "top1": keep, "text": "a text"}
+            for keep in (1.0, 0.75, 0.5)
+        ]
+    )  # fmt: skip
+
+    def make() -> Panel:
+        panel = PruningExplorer(table)
+        panel.keep.value = 0.75
+        panel.flush()
+        return panel
+
+    return make
+
+
 def race(lab) -> Callable[[], Panel]:
     int8 = quantize(lab.model, config=QuantizationConfig(smoothing="none"))
 
@@ -139,7 +158,9 @@ def measured() -> tuple[int, int, int]:
     return threading.active_count(), widgets_alive, psutil.Process().memory_info().rss
 
 
-WIDGETS = [outlier_explorer, fidelity_explorer, replayer, cost_calculator, race, runner]
+WIDGETS = [
+    outlier_explorer, fidelity_explorer, replayer, cost_calculator, pruning_explorer, race, runner,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("widget", WIDGETS)
