@@ -73,9 +73,12 @@ def tiny_language_model(tiny_folder):
     return load(tiny_folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator:
-    """A headless Chromium or Chrome of this machine; skips where there is none."""
+    """A headless Chromium or Chrome of this machine; skips where there is none.
+
+    For a module: while playwright runs, no other test could use asyncio.
+    """
     from quasar_lab.doctor_checks import find_browser
 
     path = find_browser()
