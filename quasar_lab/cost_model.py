@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from quasar_lab.draft import check_whole
+from quasar_lab.checks import check_whole
 from quasar_lab.errors import UserError
 from quasar_lab.memory_wall import StepBytes
 from quasar_lab.model_shapes import ModelShape

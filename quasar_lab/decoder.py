@@ -156,7 +156,7 @@ class FastDecoder:
         if limit is not None and max_length > limit:
             raise UserError(
                 f"max_length={max_length}: this model's rotary scaling changes after {limit} tokens"
-                ", where the fast decoder stops; ask for no more, or use HuggingFaceTarget"
+                ", where cached keys stop being right; ask for no more"
             )
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)

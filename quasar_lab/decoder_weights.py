@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from quasar_lab.context_length import rope_limit
 from quasar_lab.errors import UserError
 from quasar_lab.int8_gemm import w8a8_linear
 from quasar_lab.placement import is_placed, reserve
@@ -22,10 +23,6 @@ from quasar_lab.quantized_linear import W8A8Linear
 # model_type of the families that are this one architecture; others with the same module names
 # scale their embeddings, move their norms or cap their logits.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "PanguEmbedded")
-
-# Rotary scalings whose frequencies depend on how long the text has become. Up to the trained
-# length they are fixed, and that is as far as the decoder follows them.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +216,6 @@ def read_weights(model: Any) -> DecoderWeights:
             f"the fast decoder rotates whole heads, not {2 * len(frequency)} of {head_dim} "
             f"channels; {_ADVICE}"
         )
-    rope_type = getattr(rope, "rope_type", "default")
-    limit = None
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        trained = (config.rope_parameters or {}).get("original_max_position_embeddings")
-        limit = trained or config.max_position_embeddings
     layers = []
     for index, block in enumerate(body.layers):
         attend, mlp = block.self_attn, block.mlp
@@ -264,5 +256,5 @@ def read_weights(model: Any) -> DecoderWeights:
         softmax_dtype=torch.float64 if double else torch.float32,
         rope_frequency=frequency,
         rope_factor=float(getattr(rope, "attention_scaling", 1.0)),
-        rope_limit=limit,
+        rope_limit=rope_limit(body),
     )

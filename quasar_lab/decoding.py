@@ -3,12 +3,15 @@
 One loop serves both: plain decoding is speculation with empty drafts.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from quasar_lab.draft import check_whole
+from quasar_lab.checks import (
+    check_callable,
+    check_drafter,
+    check_instance,
+    check_prompt,
+    check_whole,
+)
 from quasar_lab.drafting.model import ModelDrafter
 from quasar_lab.errors import UserError
 from quasar_lab.generation import Generation
@@ -26,15 +29,15 @@ def generate(
     prompt_ids: object,
     *,
     drafter: Any = None,
-    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
+    sampling: Any = SamplingConfig(),  # noqa: B008 (frozen)
     max_new_tokens: Any = 128,
     eos_token_id: object = None,
     confirm_with: object = None,
     confirm_every: Any = 8,
     stop_strings: Any = (),
     tokenizer: Any = None,
-    on_step: Callable[[Step], object] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    on_step: Any = None,
+    should_stop: Any = None,
 ) -> Generation:
     """Continue a prompt with tokens distributed as the target's.
 
@@ -42,7 +45,8 @@ def generate(
         target: a Target, a Hugging Face causal language model, or what `load` returned. Its KV
             cache is emptied first; afterwards it holds the prompt and every emitted token but
             the last, exactly as a fresh prefill would.
-        prompt_ids: list of ints, or integer tensor [S] or [1, S]; at least one token.
+        prompt_ids: list of ints, integer tensor [S] or [1, S], or what a tokenizer returned (its
+            input_ids count); at least one token.
         drafter: a Drafter; None decodes plainly. A draft longer than what may still be emitted
             is cut.
         sampling: see SamplingConfig. Same seed, same target, same drafter: same tokens.
@@ -60,6 +64,8 @@ def generate(
     Raises:
         UserError: one line on what is wrong with which argument.
     """
+    check_callable("on_step", on_step)
+    check_callable("should_stop", should_stop)
     run = GenerationRun(
         target,
         prompt_ids,
@@ -95,7 +101,7 @@ class GenerationRun:
         prompt_ids: object,
         *,
         drafter: Any = None,
-        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
+        sampling: Any = SamplingConfig(),  # noqa: B008 (frozen)
         max_new_tokens: Any = 128,
         eos_token_id: object = None,
         confirm_with: object = None,
@@ -104,20 +110,24 @@ class GenerationRun:
         tokenizer: Any = None,
     ) -> None:
         budget = check_whole("max_new_tokens", max_new_tokens, low=0)
+        block = check_whole("confirm_every", confirm_every)
+        check_instance("sampling", sampling, SamplingConfig)
         tokenizer = getattr(target, "tokenizer", None) if tokenizer is None else tokenizer
         strings = check_stop_strings(stop_strings, tokenizer)
         verifier = as_target(target)
-        check_drafter(drafter, verifier, tokenizer)
+        _check_pair(drafter, verifier, tokenizer)
         tiers = [verifier]
         self._first_tier = None
         if confirm_with is not None:
-            block = check_whole("confirm_every", confirm_every)
-            drafter = self._first_tier = ModelDrafter(verifier, block, drafter=drafter)
+            drafter = self._first_tier = ModelDrafter(
+                verifier, block, tokenizer=getattr(target, "tokenizer", None), drafter=drafter
+            )
             verifier = as_target(confirm_with)
-            check_drafter(drafter, verifier)
+            _check_pair(drafter, verifier, getattr(confirm_with, "tokenizer", None))
             tiers.insert(0, verifier)
-        eos = eos_ids(eos_token_id, *tiers)
-        self._prompt = prompt_to_ids(prompt_ids, getattr(verifier, "vocab_size", None))
+        vocab_size = getattr(verifier, "vocab_size", None)
+        eos = eos_ids(eos_token_id, *tiers, vocab_size=vocab_size)
+        self._prompt = check_prompt(prompt_ids, vocab_size)
         limit = getattr(verifier, "max_length", None)
         self._room, reason = room_for(budget, len(self._prompt), limit)
         if hasattr(verifier, "reserve"):
@@ -137,11 +147,16 @@ class GenerationRun:
 
     @property
     def tokens(self) -> list[int]:
-        """The new tokens so far."""
-        return self._stop.emitted
+        """The new tokens so far, a list of their own."""
+        return list(self._stop.emitted)
 
     def step(self) -> Step:
-        """Draft, verify, emit; only while `finish_reason` is empty."""
+        """Draft, verify, emit. UserError once there is a `finish_reason`."""
+        if self.finish_reason:
+            raise UserError(
+                f"the generation has ended ({self.finish_reason}): call step only while "
+                "finish_reason is empty"
+            )
         # The last token of a step is never a draft: more drafts than this could not be emitted.
         step = self._sequence.step(self._stop.room - 1, self._stop.cut).step
         self.steps.append(step)
@@ -179,57 +194,10 @@ def room_for(budget: int, prompt_length: int, limit: int | None) -> tuple[int, s
     return limit - prompt_length, "context_length"
 
 
-def check_drafter(drafter: Any, target: Target, tokenizer: Any = None) -> None:
-    """UserError for what is no drafter, has another tokenizer, or decodes with the target itself.
-
-    The very object that verifies cannot draft as well: one KV cache would hold two texts.
-    """
+def _check_pair(drafter: Any, target: Target, tokenizer: Any) -> None:
+    """UserError for a drafter that cannot draft for this target."""
     if drafter is None:
         return
-    methods = ("reset", "propose", "extend")
-    if isinstance(drafter, type) or not all(hasattr(drafter, name) for name in methods):
-        name = drafter.__name__ if isinstance(drafter, type) else type(drafter).__name__
-        raise UserError(
-            f"drafter is {'the class ' * isinstance(drafter, type)}{name}: it must be an object "
-            "with reset, propose and extend, such as NGramDrafter()"
-        )
+    check_drafter(drafter, target)
     if tokenizer is not None and hasattr(drafter, "check_tokenizer"):
         drafter.check_tokenizer(tokenizer)
-    inner = drafter
-    while inner is not None:
-        if getattr(inner, "target", None) is target:
-            raise UserError(
-                f"drafter and target are the same {type(target).__name__} and would overwrite each "
-                "other's KV cache: build a second one (the model itself can be shared)"
-            )
-        inner = getattr(inner, "drafter", None)
-
-
-def prompt_to_ids(prompt_ids: object, vocab_size: int | None) -> list[int]:
-    """The prompt as a list of ints; UserError names what is wrong with it."""
-    if isinstance(prompt_ids, str):
-        raise UserError("the prompt is text: encode it first, e.g. tokenizer(text).input_ids")
-    if isinstance(prompt_ids, Sequence) and prompt_ids and isinstance(prompt_ids[0], Sequence):
-        if len(prompt_ids) != 1:
-            raise UserError(_batch_error(len(prompt_ids)))
-        prompt_ids = prompt_ids[0]
-    ids = torch.as_tensor(prompt_ids)
-    if ids.ndim == 2 and ids.shape[0] != 1:
-        raise UserError(_batch_error(ids.shape[0]))
-    if ids.numel() == 0:
-        raise UserError("the prompt is empty: it must have at least one token, e.g. the BOS token")
-    if ids.ndim > 2 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise UserError(
-            f"the prompt has shape {tuple(ids.shape)} and dtype {ids.dtype}: it must be whole "
-            "numbers of shape [S] or [1, S]"
-        )
-    tokens: list[int] = ids.reshape(-1).tolist()
-    upper = vocab_size if vocab_size is not None else max(tokens) + 1
-    if min(tokens) < 0 or max(tokens) >= upper:
-        wrong = next(token for token in tokens if not 0 <= token < upper)
-        raise UserError(f"the prompt holds token {wrong}: it must lie between 0 and {upper - 1}")
-    return tokens
-
-
-def _batch_error(size: int) -> str:
-    return f"a batch of {size} prompts was passed: generate decodes one; call it once per prompt"

@@ -1,6 +1,6 @@
 """What a drafter is: something that guesses the next few tokens, cheaply."""
 
-import numbers
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from quasar_lab.checks import check_integers, check_tokens
 from quasar_lab.errors import UserError
 from quasar_lab.verification import SUM_TOLERANCE
 
@@ -26,7 +27,7 @@ class Draft:
     probs: Float[Tensor, "drafted vocab"] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", torch.as_tensor(self.tokens, dtype=torch.long))
+        object.__setattr__(self, "tokens", check_integers("a draft", self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,11 +63,15 @@ def checked_draft(draft: Any, max_tokens: int, vocab_size: int | None) -> Draft:
     Raises UserError: tokens that are no flat row of whole numbers or lie outside the vocabulary,
     probs of another shape, rows that are no distributions, a token its own row calls impossible.
     """
-    tokens = torch.as_tensor(draft.tokens)
-    if tokens.ndim != 1 or (len(tokens) and (tokens.is_floating_point() or tokens.is_complex())):
+    if not hasattr(draft, "tokens"):
         raise UserError(
-            f"the drafter proposed tokens of shape {tuple(tokens.shape)} and dtype "
-            f"{tokens.dtype}: they must be whole numbers in one row"
+            f"the drafter proposed {reprlib.repr(draft)}: propose must return a Draft, maybe an "
+            "empty one"
+        )
+    tokens = check_integers("the draft", draft.tokens)
+    if tokens.ndim != 1:
+        raise UserError(
+            f"the draft has shape {tuple(tokens.shape)}: it must be whole numbers in one row"
         )
     probs = getattr(draft, "probs", None)
     if probs is not None:
@@ -77,24 +82,13 @@ def checked_draft(draft: Any, max_tokens: int, vocab_size: int | None) -> Draft:
                 f"{tuple(probs.shape)}: they must be [{len(tokens)}, vocabulary], or None"
             )
         probs = probs[:max_tokens]
-    tokens = tokens[:max_tokens].long().cpu()
+    tokens = tokens[:max_tokens]
     if len(tokens) == 0:
         return Draft([])
-    check_tokens(tokens, vocab_size)
+    check_tokens("the drafter proposed", tokens.tolist(), vocab_size)
     if probs is not None:
         check_probs(probs, tokens, vocab_size)
     return Draft(tokens, probs)
-
-
-def check_tokens(tokens: Tensor, vocab_size: int | None) -> None:
-    """UserError unless every token lies in the vocabulary (None: it is not known yet)."""
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        raise UserError(
-            f"the drafter proposed token {low if low < 0 else high}: the target's tokens lie "
-            f"between 0 and {'?' if vocab_size is None else vocab_size - 1}; do both use one "
-            "tokenizer?"
-        )
 
 
 def check_probs(probs: Tensor, tokens: Tensor, vocab_size: int | None) -> None:
@@ -116,13 +110,6 @@ def check_probs(probs: Tensor, tokens: Tensor, vocab_size: int | None) -> None:
             "the drafter proposed a token to which its own probs give no chance: the output would "
             "not follow the target's distribution; draw each token from its row"
         )
-
-
-def check_whole(name: str, value: object, low: int = 1) -> int:
-    """The value as an int of at least `low`; UserError otherwise."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
-        raise UserError(f"{name} is {value!r}: it must be a whole number >= {low}")
-    return int(value)
 
 
 def to_ids(tokens: Any) -> list[int]:

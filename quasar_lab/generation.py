@@ -62,13 +62,19 @@ class Generation:
 
     @property
     def overruled(self) -> int:
-        """Lossless mode: blocks in which the confirming model replaced a token."""
+        """Lossless mode: blocks in which the confirming model replaced a token; 0 otherwise."""
+        if not self.trace.first_tier_steps:
+            return 0
         return sum(step.outcome == "replacement" for step in self.trace.steps)
 
     @property
     def overrule_rate(self) -> float:
-        """Lossless mode: the share of tokens put to the confirming model that it replaced."""
-        examined = sum(self.acceptance_counts) + self.overruled
+        """Lossless mode: the share of tokens put to the confirming model that it replaced.
+
+        NaN where none was, and of a generation without a first tier.
+        """
+        lossless = bool(self.trace.first_tier_steps)
+        examined = sum(self.acceptance_counts) + self.overruled if lossless else 0
         return self.overruled / examined if examined else math.nan
 
     def save(self, path: str | Path) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from quasar_lab.decoding import prompt_to_ids
+from quasar_lab.checks import check_prompt
 from quasar_lab.errors import UserError
 from quasar_lab.quantization import W8A8Linear
 from quasar_lab.targets import Target
@@ -79,7 +79,7 @@ def time_steps(
             f"token_counts is {counts} and repeats {repeats}: steps have at least one token and "
             "are timed at least once"
         )
-    prompt = prompt_to_ids(prompt_ids, None)
+    prompt = check_prompt(prompt_ids, None)
     for target in targets.values():
         target.rollback(target.length)
         target.forward(torch.tensor(prompt))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from quasar_lab.draft import check_whole
+from quasar_lab.checks import check_whole
 from quasar_lab.drafting import (
     AdaptiveDrafter,
     Drafter,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quasar_lab.checks import check_callable, check_drafter, check_instance, check_number
 from quasar_lab.draft import Draft, checked_draft
 from quasar_lab.errors import UserError
 from quasar_lab.generation import Generation
@@ -23,12 +24,16 @@ from quasar_lab.verification import verify_greedy
 StepCost = Callable[[int, int], float]
 
 
+# Checked below, with an error for people. numpy's scalars are welcome.
+Number = Any
+
+
 def reprice(
-    generation: Generation | Trace,
+    generation: Any,
     drafter: Any = None,
     *,
-    step_cost: StepCost | None = None,
-    draft_seconds: float | int = 0.0,
+    step_cost: Any = None,
+    draft_seconds: Number = 0.0,
 ) -> Generation:
     """The generation as another drafter, another cost, or both would have made it.
 
@@ -42,14 +47,24 @@ def reprice(
 
     Returns:
         A Generation with the same tokens and other steps. In its trace p of a draft is 1 or 0:
-        whether it is what the text says.
+        whether it is what the text says. A first tier's steps stay with the drafts that it made.
 
     Raises:
-        UserError: a drafter that samples: its drafts depend on more than the text.
+        UserError: a drafter that samples: its drafts depend on more than the text. An adaptive one
+            without costs, here or of its own: its drafts depend on the times. Anything that is not
+            what it should be.
     """
     trace = generation.trace if isinstance(generation, Generation) else generation
+    check_instance("generation", trace, Trace)
+    check_callable("step_cost", step_cost)
+    draft_seconds = check_number("draft_seconds", draft_seconds)
+    first_tier_steps = trace.first_tier_steps if drafter is None else ()
     if drafter is None:
         drafter = _RecordedDrafts(trace)
+    check_drafter(drafter)
+    if hasattr(drafter, "prepare"):
+        generator = trace.sampling.generator()
+        drafter.prepare(trace.sampling, generator, None, trace.eos_token_ids)
     drafter.reset(list(trace.prompt_ids))
     text = trace.tokens
     steps: list[Step] = []
@@ -74,15 +89,18 @@ def reprice(
             tokens=tuple(emitted),
             kv_length=cached + len(emitted),
             num_fed=len(drafted) + 1,
-            draft_seconds=float(draft_seconds) if drafted else 0.0,
-            verify_seconds=step_cost(len(drafted) + 1, cached) if step_cost else math.nan,
+            draft_seconds=draft_seconds if drafted else 0.0,
+            verify_seconds=math.nan
+            if step_cost is None
+            else check_number("step_cost", step_cost(len(drafted) + 1, cached), above=0),
         )
         steps.append(step)
         position += len(emitted)
         drafter.extend(emitted)
         if hasattr(drafter, "observe"):
             drafter.observe(step)
-    return Generation.from_trace(replace(trace, steps=tuple(steps), drafter=repr(drafter)))
+    changes = dict(steps=tuple(steps), drafter=repr(drafter), first_tier_steps=first_tier_steps)
+    return Generation.from_trace(replace(trace, **changes))
 
 
 class _RecordedDrafts:
@@ -121,19 +139,23 @@ class NoDrafts:
         return "NoDrafts()"
 
 
-def measured_step_cost(generations: Iterable[Generation]) -> StepCost:
+def measured_step_cost(generations: Any) -> StepCost:
     """Median seconds of the recorded verification steps by tokens fed; straight lines between.
 
-    Beyond the largest number seen the last line goes on; below the smallest its value holds.
+    generations: one Generation, or several. Beyond the largest number of tokens seen the last line
+    goes on, but never below a tenth of the fastest step; below the smallest its value holds.
     Raises UserError without a single step.
     """
     seconds: dict[int, list[float]] = {}
-    for generation in generations:
+    several = isinstance(generations, Iterable) and not isinstance(generations, str)
+    for generation in generations if several else (generations,):
+        check_instance("each generation", generation, Generation)
         for step in generation.trace.steps:
             seconds.setdefault(step.num_fed, []).append(step.verify_seconds)
     if not seconds:
         raise UserError("the generations have no steps to measure a cost from: generate first")
     known = sorted((fed, statistics.median(times)) for fed, times in seconds.items())
+    least = min(time for _, time in known) / 10  # a line through noisy times may cross zero
 
     def cost(num_fed: int, kv_length: int) -> float:
         if num_fed <= known[0][0] or len(known) == 1:
@@ -141,32 +163,27 @@ def measured_step_cost(generations: Iterable[Generation]) -> StepCost:
         # the pair around num_fed, or the last one
         right = next((i for i, (fed, _) in enumerate(known) if fed >= num_fed), len(known) - 1)
         (x0, y0), (x1, y1) = known[right - 1], known[right]
-        return y0 + (y1 - y0) * (num_fed - x0) / (x1 - x0)
+        return max(y0 + (y1 - y0) * (num_fed - x0) / (x1 - x0), least)
 
     return cost
 
 
 def memory_step_cost(
-    weight_bytes: float | int,
-    bandwidth: float | int,
+    weight_bytes: Number,
+    bandwidth: Number,
     *,
-    kv_bytes_per_token: float | int = 0,
-    seconds_per_token: float | int = 0.0,
+    kv_bytes_per_token: Number = 0,
+    seconds_per_token: Number = 0.0,
 ) -> StepCost:
     """The time to read everything once: (weights + KV cache) / bandwidth, in bytes and bytes/s.
 
-    seconds_per_token adds arithmetic that grows with the tokens fed. Raises UserError for a
-    bandwidth that is not positive or a negative size.
+    seconds_per_token adds arithmetic that grows with the tokens fed. Raises UserError unless
+    weight_bytes and bandwidth are positive and the others at least 0.
     """
-    if not bandwidth > 0:
-        raise UserError(f"bandwidth is {bandwidth!r}: it must be positive, in bytes per second")
-    for name, value in (
-        ("weight_bytes", weight_bytes),
-        ("kv_bytes_per_token", kv_bytes_per_token),
-        ("seconds_per_token", seconds_per_token),
-    ):
-        if value < 0:
-            raise UserError(f"{name} is {value!r}: it must not be negative")
+    check_number("weight_bytes", weight_bytes, above=0)
+    check_number("bandwidth", bandwidth, above=0)
+    check_number("kv_bytes_per_token", kv_bytes_per_token)
+    check_number("seconds_per_token", seconds_per_token)
 
     def cost(num_fed: int, kv_length: int) -> float:
         read = weight_bytes + kv_bytes_per_token * (kv_length + num_fed)
@@ -188,12 +205,13 @@ class SpeedSplit:
     step_term: float
 
 
-def split_speedup(reference: Generation, other: Generation) -> SpeedSplit:
+def split_speedup(reference: Any, other: Any) -> SpeedSplit:
     """The speed of `other` over `reference` and its two terms; 1, 1, 1 for the same generation.
 
     Raises UserError if one of them has no steps.
     """
     for name, generation in (("reference", reference), ("other", other)):
+        check_instance(name, generation, Generation)
         if not generation.steps:
             raise UserError(f"{name} has no steps to time: generate at least one token")
     length = other.mean_acceptance_length / reference.mean_acceptance_length

@@ -7,8 +7,18 @@ where it stopped. Lines of another run (other settings) are refused rather than 
 import json
 import os
 import reprlib
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Protocol,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from quasar_lab.errors import UserError
 
@@ -22,6 +32,29 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_as(kind: Any, data: Any) -> Any:
+    """What `json` read, as a value of a type: dataclasses, tuples, unions and plain types.
+
+    Raises TypeError or KeyError where the data are of another shape; a list is a tuple in JSON.
+    """
+    if is_dataclass(kind) and isinstance(data, dict):
+        types = get_type_hints(kind)
+        if data.keys() - types.keys():
+            raise KeyError(*(data.keys() - types.keys()))
+        build: Any = kind
+        return build(**{name: read_as(types[name], value) for name, value in data.items()})
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(data, list):
+        kinds = inner[:1] * len(data) if inner[-1] is ... else inner
+        return tuple(read_as(each, value) for each, value in zip(kinds, data, strict=True))
+    if origin in (Union, UnionType):
+        kind = NoneType if data is None else next(each for each in inner if each is not NoneType)
+        return read_as(kind, data)
+    if kind is Any or type(data) is kind or (kind is float and type(data) is int):
+        return data
+    raise TypeError(f"{data!r} is no {kind}")
 
 
 def read_results(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from quasar_lab.checks import check_instance, check_integers, check_tokens
 from quasar_lab.errors import UserError
 from quasar_lab.verification import fresh_generator, verify
 
@@ -58,7 +59,9 @@ class SamplingConfig:
             "repetition_penalty": _number(
                 "repetition_penalty", self.repetition_penalty, math.inf, "1 is off"
             ),
-            "seed": _whole_number("seed", self.seed, 0, "None draws another one every time"),
+            "seed": _whole_number(
+                "seed", self.seed, 0, "None draws another one every time", high=2**64 - 1
+            ),
         }
         for name in ("top_p", "repetition_penalty"):
             if checked[name] == 0:
@@ -85,19 +88,24 @@ def _number(name: str, value: Any, high: float, hint: str) -> float:
     return float(value)
 
 
-def _whole_number(name: str, value: Any, low: int, hint: str) -> int | None:
+def _whole_number(name: str, value: Any, low: int, hint: str, high: float = math.inf) -> int | None:
     if value is None:
         return None
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
+    if (
+        not isinstance(value, numbers.Integral)
+        or isinstance(value, bool)
+        or not low <= int(value) <= high
+    ):
+        allowed = f">= {low}" if math.isinf(high) else f"from {low} to {high}"
         raise UserError(
-            f"{name} is {value!r}: it must be a whole number >= {low}, or None ({hint})"
+            f"{name} is {value!r}: it must be a whole number {allowed}, or None ({hint})"
         )
     return int(value)
 
 
 def probabilities(
-    logits: Tensor,
-    config: SamplingConfig,
+    logits: Any,
+    config: Any,
     context: object = None,
     *,
     draft_tokens: object = (),
@@ -118,6 +126,7 @@ def probabilities(
     Raises:
         UserError: NaN or +inf in a row, or a row with every token masked; names the position.
     """
+    check_instance("config", config, SamplingConfig)
     scores = adjusted_logits(
         logits, config, context, draft_tokens=draft_tokens, first_position=first_position
     )
@@ -158,7 +167,8 @@ def adjusted_logits(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}: "
             "they must be floating point [rows, vocabulary]"
         )
-    _check_logits(logits, first_position)
+    advice = "check the model's weights and quantisation scales, or run it in float32"
+    _check_logits(logits, first_position, "output of the model's last layer, lm_head", advice)
     if config.repetition_penalty == 1:
         return logits
     vocab_size = logits.shape[1]
@@ -170,6 +180,8 @@ def adjusted_logits(
         if token not in seen:
             seen.add(token)
             scores[row:, token] = _penalised(scores[row:, token], config)
+    where = f"after the repetition penalty of {config.repetition_penalty:g}"
+    _check_logits(scores, first_position, where, "choose a penalty closer to 1")
     return scores
 
 
@@ -178,7 +190,7 @@ def _penalised(scores: Tensor, config: SamplingConfig) -> Tensor:
     return torch.where(scores > 0, scores / penalty, scores * penalty)
 
 
-def _check_logits(logits: Tensor, first_position: int) -> None:
+def _check_logits(logits: Tensor, first_position: int, origin: str, advice: str) -> None:
     # NaN and +inf survive a maximum, a row of nothing but -inf gives -inf: one cheap look.
     largest = logits.amax(dim=-1)
     wrong = ~torch.isfinite(largest)
@@ -189,19 +201,15 @@ def _check_logits(logits: Tensor, first_position: int) -> None:
     what = "only -inf" if value == -math.inf else ("NaN" if math.isnan(value) else "inf")
     tokens = "" if value == -math.inf else f" for token {int(logits[row].argmax())}"
     raise UserError(
-        f"the logits (output of the model's last layer, lm_head) hold {what}{tokens} at position "
-        f"{first_position + row} (row {row} of {len(logits)}): check the model's weights and "
-        "quantisation scales, or run it in float32"
+        f"the logits ({origin}) hold {what}{tokens} at position {first_position + row} (row {row} "
+        f"of {len(logits)}): {advice}"
     )
 
 
 def _token_list(name: str, tokens: object, vocab_size: int) -> list[int]:
-    ids = torch.as_tensor(() if tokens is None else tokens).reshape(-1).tolist()
-    for token in ids:
-        if not 0 <= token < vocab_size or token != int(token):
-            raise UserError(
-                f"the {name} holds token {token}: it must lie between 0 and {vocab_size - 1}"
-            )
+    row = check_integers(f"the {name}", () if tokens is None else tokens).reshape(-1)
+    ids: list[int] = row.tolist()
+    check_tokens(f"the {name} holds", ids, vocab_size)
     return ids
 
 

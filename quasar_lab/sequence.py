@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasar_lab.draft import Draft, check_tokens, checked_draft
+from quasar_lab.checks import check_tokens
+from quasar_lab.draft import Draft, checked_draft
 from quasar_lab.errors import UserError
 from quasar_lab.sampling import SamplingConfig, adjusted_logits, probabilities
 from quasar_lab.targets import Target
@@ -94,7 +95,7 @@ class SpeculativeSequence:
         fed = self.tokens[self.target.length :] + draft_tokens
         logits = self._forward(fed, num_logits=len(draft) + 1)
         if draft_tokens:  # an outsider's target may not have told its vocabulary before
-            check_tokens(draft.tokens, self.vocab_size)
+            check_tokens("the drafter proposed", draft_tokens, self.vocab_size)
         if self.sampling.greedy:
             p = None
             scores = adjusted_logits(logits, self.sampling, **self._context(draft_tokens))

@@ -7,8 +7,7 @@ stops at the very token at which plain decoding stops.
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
+from quasar_lab.checks import check_integers, check_tokens
 from quasar_lab.errors import UserError
 
 
@@ -69,12 +68,17 @@ class StopRule:
     def _first_completion(self, tokens: list[int]) -> int | None:
         """After how many of the new tokens a stop string is complete; None: not in these."""
         before = self.emitted[-self._window :]
-        if not self._holds_stop_string([*before, *tokens]):
-            return None
+        text = [*before, *tokens]
+        # Each prefix as plain decoding would see it, token by token: with some tokenizers a later
+        # token changes the text of those before it, and a stop string that was there is gone.
+        ends = range(len(before) + 1, len(text) + 1)
         return next(
-            count
-            for count in range(1, len(tokens) + 1)
-            if self._holds_stop_string([*before, *tokens[:count]])
+            (
+                count
+                for count, end in enumerate(ends, start=1)
+                if self._holds_stop_string(text[max(0, end - self._window - 1) : end])
+            ),
+            None,
         )
 
     def _holds_stop_string(self, tokens: list[int]) -> bool:
@@ -95,20 +99,16 @@ def check_stop_strings(stop_strings: object, tokenizer: object) -> tuple[str, ..
     return strings
 
 
-def eos_ids(eos_token_id: object, *targets: object) -> frozenset[int]:
-    """The end-of-sequence tokens: None asks the targets in turn, [] is none."""
-    if eos_token_id is None:
+def eos_ids(eos_token_id: Any, *targets: object, vocab_size: int | None = None) -> frozenset[int]:
+    """The end-of-sequence tokens: None asks the targets in turn, [] is none.
+
+    Raises UserError for what are no tokens, or none of this vocabulary.
+    """
+    if eos_token_id is None:  # a model may list tokens beyond its vocabulary: they never come
         own = (getattr(target, "eos_token_ids", None) for target in targets)
-        eos_token_id = next((ids for ids in own if ids), ())
-    if isinstance(eos_token_id, int):
-        eos_token_id = (eos_token_id,)
-    if isinstance(eos_token_id, Tensor):
-        eos_token_id = eos_token_id.reshape(-1).tolist()
-    if not isinstance(eos_token_id, Iterable) or isinstance(eos_token_id, str):
-        raise UserError(
-            f"eos_token_id is {eos_token_id!r}: it must be None, a token or a list of tokens"
-        )
-    ids = list(eos_token_id)
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise UserError(f"eos_token_id is {ids!r}: its tokens must be whole numbers")
+        return frozenset(next((ids for ids in own if ids), ()))
+    if isinstance(eos_token_id, set | frozenset):
+        eos_token_id = list(eos_token_id)
+    ids = check_integers("eos_token_id", eos_token_id).reshape(-1).tolist()
+    check_tokens("eos_token_id holds", ids, vocab_size)
     return frozenset(ids)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from quasar_lab.context_length import context_length
 from quasar_lab.errors import UserError
 
 _GROWTH = 256  # tokens: the cache's capacity is a multiple of this
@@ -51,21 +52,20 @@ class HuggingFaceTarget:
 
     Args:
         model: in eval mode; its weights are shared, nothing about it is changed.
-        max_length: tokens that fit; None: the model's `max_position_embeddings`.
+        max_length: tokens that fit; None: the model's own limit, see `context_length`.
 
     Raises:
         UserError: an encoder-decoder, a model without a language head, a recurrent or otherwise
-            unusual cache, a model in training mode with dropout.
+            unusual cache, a model in training mode with dropout; a max_length below 1 or beyond
+            what the model's positions allow.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_length: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_length: Any = None) -> None:
         _refuse_unsupported(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.config.vocab_size
-        self.max_length: int | None = max_length or getattr(
-            self.config, "max_position_embeddings", None
-        )
+        self.max_length = context_length(model, self.config, max_length)
         self.eos_token_ids = _eos_token_ids(model)
         self.cache = RollbackCache(layer_indices(model))
         parameters = inspect.signature(model.forward).parameters

@@ -13,11 +13,18 @@ from typing import Any
 import pandas as pd
 
 from quasar_lab.errors import UserError
-from quasar_lab.results import write_atomically
+from quasar_lab.results import read_as, write_atomically
 from quasar_lab.sampling import SamplingConfig
 from quasar_lab.verification import Verification
 
 _FORMAT = "quasar-lab trace 1"
+
+_TOKEN_COLUMNS = ("position", "token", "kind", "p", "q", "acceptance", "uniform")
+_STEP_COLUMNS = (
+    "draft_tokens", "tokens", "num_drafted", "num_accepted", "num_emitted", "outcome", "num_fed",
+    "draft_seconds", "verify_seconds",
+)  # fmt: skip
+_SHARED_COLUMNS = ("residual_mass", "residual_top", "kv_length", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,40 @@ class Step:
             u = next(uniforms, None)
             yield dict(token=result.next_token, kind=self.outcome, p=result.p_next, uniform=u)
 
+    def positioned_rows(self) -> Iterator[dict[str, Any]]:
+        """`rows` with the position of each token in prompt and output."""
+        # the cache holds all but the last emitted token
+        first = self.kv_length + 1 - len(self.tokens)
+        for offset, row in enumerate(self.rows()):
+            follows = row["kind"] in ("replacement", "bonus")
+            yield dict(position=first + (self.num_accepted if follows else offset), **row)
+
+    def is_consistent(self) -> bool:
+        """Whether the parts agree, as those of a file need not."""
+        result = self.verification
+        kept = self.draft_tokens[: result.num_accepted]
+        return (
+            0 <= result.num_accepted <= len(self.draft_tokens)
+            and len(self.draft_tokens) == len(result.p_draft) == len(result.q_draft)
+            and all(q > 0 for q in result.q_draft)
+            and 0 < len(self.tokens) <= len(kept) + 1
+            and self.tokens == (*kept, result.next_token)[: len(self.tokens)]
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The step in one row."""
+        return dict(
+            draft_tokens=self.draft_tokens,
+            tokens=self.tokens,
+            num_drafted=len(self.draft_tokens),
+            num_accepted=self.num_accepted,
+            num_emitted=len(self.tokens),
+            outcome=self.outcome,
+            num_fed=self.num_fed,
+            draft_seconds=self.draft_seconds,
+            verify_seconds=self.verify_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -111,42 +152,32 @@ class Trace:
     def to_dataframe(self, per: str = "token") -> pd.DataFrame:
         """One row a token (drafted, replacement or bonus) or, with per="step", one row a step.
 
-        Columns per token: step, position (in prompt + output), token, kind (see `Step.rows`), p, q,
-        acceptance, uniform, residual_mass, kv_length, seconds (of the step).
-        Columns per step: step, num_drafted, num_accepted, num_emitted, outcome, residual_mass,
-        num_fed, kv_length, draft_seconds, verify_seconds, seconds.
+        Columns: tier and step count up from 0 within it; per token position (in prompt + output),
+        token, kind (see `Step.rows`), p, q, acceptance, uniform; per step draft_tokens, tokens
+        (those emitted), num_drafted, num_accepted, num_emitted, outcome, num_fed, draft_seconds,
+        verify_seconds; and of the step residual_mass, residual_top (its most likely tokens with
+        their probabilities), kv_length, seconds. Rows of tier "target" emitted the text; in
+        lossless mode those of tier "first" follow: the drafting for it, with every token that the
+        second tier then overruled. A trace without steps gives no rows and the same columns.
         """
         if per not in ("token", "step"):
             raise UserError(f'per is {per!r}: it must be "token" or "step"')
-        rows = []
-        position = len(self.prompt_ids)
-        for index, step in enumerate(self.steps):
+        tiers = {"target": self.steps, "first": self.first_tier_steps}
+        numbered = [(name, *each) for name, steps in tiers.items() for each in enumerate(steps)]
+        own = _STEP_COLUMNS if per == "step" else _TOKEN_COLUMNS
+        rows: list[dict[str, Any]] = []
+        for tier, index, step in numbered:
             shared = dict(
+                tier=tier,
+                step=index,
                 residual_mass=step.verification.residual_mass,
+                residual_top=step.verification.residual_top,
                 kv_length=step.kv_length,
                 seconds=step.seconds,
             )
-            if per == "step":
-                rows.append(
-                    dict(
-                        step=index,
-                        num_drafted=len(step.draft_tokens),
-                        num_accepted=step.num_accepted,
-                        num_emitted=len(step.tokens),
-                        outcome=step.outcome,
-                        num_fed=step.num_fed,
-                        draft_seconds=step.draft_seconds,
-                        verify_seconds=step.verify_seconds,
-                        **shared,
-                    )
-                )
-                continue
-            for offset, row in enumerate(step.rows()):
-                own = row["kind"] in ("replacement", "bonus")
-                where = position + (step.num_accepted if own else offset)
-                rows.append(dict(step=index, position=where, **row, **shared))
-            position += len(step.tokens)
-        return pd.DataFrame(rows)
+            parts = [step.summary()] if per == "step" else step.positioned_rows()
+            rows += [part | shared for part in parts]
+        return pd.DataFrame(rows, columns=["tier", "step", *own, *_SHARED_COLUMNS])
 
     def save(self, path: str | Path) -> None:
         """Write as JSON: whole or not at all. UserError if the place cannot be written to."""
@@ -162,31 +193,15 @@ class Trace:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if data.pop("format") != _FORMAT:
                 raise ValueError
-            for name in ("steps", "first_tier_steps"):
-                data[name] = tuple(_step(step) for step in data[name])
-            data["sampling"] = SamplingConfig(**data["sampling"])
-            for name in ("prompt_ids", "eos_token_ids"):
-                data[name] = tuple(data[name])
-            return cls(**data)
+            trace: Trace = read_as(cls, data)
+            if not trace.prompt_ids or not all(
+                step.is_consistent() for step in trace.steps + trace.first_tier_steps
+            ):
+                raise ValueError
+            return trace
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{path} is no trace that quasar-lab saved: write one with Generation.save"
             ) from error
-
-
-def _step(data: dict[str, Any]) -> Step:
-    verification: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in data["verification"].items()
-    }
-    verification["residual_top"] = tuple(map(tuple, verification["residual_top"]))
-    return Step(
-        **{
-            **data,
-            "verification": Verification(**verification),
-            "draft_tokens": tuple(data["draft_tokens"]),
-            "tokens": tuple(data["tokens"]),
-        }
-    )

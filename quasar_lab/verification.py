@@ -15,11 +15,13 @@ ratios are float64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from quasar_lab.checks import check_instance, check_integers, check_rows, check_tokens
 from quasar_lab.errors import UserError
 
 # The sums of p and q may be off by the rounding of a float16 softmax over 100,000 tokens.
@@ -96,17 +98,18 @@ class Verification:
 
 
 def verify(
-    p: Tensor,
+    p: Any,
     draft_tokens: object,
-    q: Tensor | None = None,
-    generator: torch.Generator | None = None,
+    q: Any = None,
+    generator: Any = None,
 ) -> tuple[int, int]:
     """How many drafted tokens to keep, and the token that follows them.
 
     The tokens kept and the one that follows are distributed as sampled from p one by one.
 
     Args:
-        p: [K + 1, V], the target's distribution before each drafted token and after the last.
+        p: [K + 1, V], the target's distribution before each drafted token and after the last; a
+            tensor, or rows of numbers.
         draft_tokens: [K] tokens, d_i drawn from q_i.
         q: [K, V], the drafter's distributions; None when the drafter is deterministic.
         generator: one number is drawn for each token tested and one for the token that follows,
@@ -124,14 +127,15 @@ def verify(
 
 
 def verify_in_detail(
-    p: Tensor,
+    p: Any,
     draft_tokens: object,
-    q: Tensor | None = None,
-    generator: torch.Generator | None = None,
+    q: Any = None,
+    generator: Any = None,
 ) -> Verification:
     """`verify`, with every probability and every number drawn."""
     p, draft, q = _checked(p, draft_tokens, q)
-    generator = generator or _private_generator()
+    generator = _private_generator() if generator is None else generator
+    check_instance("generator", generator, torch.Generator)
     at_draft = (torch.arange(len(draft)), torch.tensor(draft, dtype=torch.long))
     p_draft = tuple(p[at_draft].tolist())
     q_draft = (1.0,) * len(draft) if q is None else tuple(q[at_draft].tolist())
@@ -193,17 +197,10 @@ def _summary(residual: Tensor) -> tuple[float, tuple[tuple[int, float], ...]]:
     return mass, tuple((token, value) for token, value in pairs if value > 0)
 
 
-def _checked(
-    p: Tensor, draft_tokens: object, q: Tensor | None
-) -> tuple[Tensor, list[int], Tensor | None]:
-    draft = torch.as_tensor(draft_tokens).reshape(-1).tolist()
+def _checked(p: Any, draft_tokens: object, q: Any) -> tuple[Tensor, list[int], Tensor | None]:
+    draft = check_integers("the draft", draft_tokens).reshape(-1).tolist()
     p = _distributions("p", p, len(draft) + 1)
-    for i, token in enumerate(draft):
-        if not isinstance(token, int) or not 0 <= token < p.shape[1]:
-            raise UserError(
-                f"drafted token {i} is {token!r}: it must be a whole number between 0 and "
-                f"{p.shape[1] - 1}"
-            )
+    check_tokens("the draft holds", draft, p.shape[1])
     if q is None:
         return p, draft, None
     q = _distributions("q", q, len(draft)).to(p.device)
@@ -215,8 +212,9 @@ def _checked(
     return p, draft, q
 
 
-def _distributions(name: str, rows: Tensor, num_rows: int) -> Tensor:
-    if rows.ndim != 2 or rows.shape[0] != num_rows:
+def _distributions(name: str, rows: Any, num_rows: int) -> Tensor:
+    rows = check_rows(name, rows)
+    if rows.shape[0] != num_rows:
         raise UserError(
             f"{name} has shape {tuple(rows.shape)}: a draft of {num_rows - (name == 'p')} tokens "
             f"needs [{num_rows}, vocabulary]"

@@ -4,14 +4,17 @@ import bisect
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from tiny_models import VOCAB, tiny_model
+from transformers import BatchEncoding
 
-from quasar_lab.decoding import generate
+from quasar_lab.decoder import FastDecoder
+from quasar_lab.decoding import GenerationRun, generate
 from quasar_lab.divergence import first_divergence
 from quasar_lab.draft import Draft
 from quasar_lab.drafting import (
@@ -217,7 +220,8 @@ def test_case_1_an_end_token_inside_a_draft():
 def test_end_tokens_as_int_list_tensor_and_the_models_own(tiny_llama, greedy_text):
     """Chat models have several; [] means none; None asks the model."""
     third = greedy_text[2]
-    for eos in (third, [96, third], (third,), torch.tensor([third]), {third}):
+    numpys = (np.int64(third), np.array([third]))
+    for eos in (third, [96, third], (third,), torch.tensor([third]), {third}, *numpys):
         result = generate(tiny_llama, PROMPT, eos_token_id=eos, max_new_tokens=60)
         assert result.tokens == greedy_text[: greedy_text.index(third) + 1]
         assert result.finish_reason == "eos"
@@ -225,9 +229,12 @@ def test_end_tokens_as_int_list_tensor_and_the_models_own(tiny_llama, greedy_tex
     target.eos_token_ids = (third,)
     assert generate(target, PROMPT, max_new_tokens=60).finish_reason == "eos"
     assert generate(target, PROMPT, max_new_tokens=9, eos_token_id=[]).finish_reason == "length"
-    for wrong in ("</s>", 1.5, [1.5], True):
-        with pytest.raises(UserError, match="eos_token_id"):
+    for wrong in ("</s>", 1.5, [1.5], True, -1, 10**6, [5, VOCAB], 10**20, [None]):
+        with pytest.raises(UserError, match="eos_token_id") as error:
             generate(target, PROMPT, eos_token_id=wrong)
+        assert "\n" not in str(error.value)
+    target.eos_token_ids = (10**6,)  # a model's own may lie beyond a vocabulary that was cut
+    assert generate(target, PROMPT, max_new_tokens=9).finish_reason == "length"
 
 
 @pytest.mark.parametrize("obey", [True, False])
@@ -301,6 +308,30 @@ def test_stop_strings(draft):
     assert run([]) == ("uvwxyzabcdef", "length")
 
 
+class JoiningTokenizer:
+    """As SentencePiece's clean-up does: a space before a full stop goes, once the stop is there."""
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return "".join("a .b"[token] for token in tokens).replace(" .", ".")
+
+
+@pytest.mark.parametrize("draft", [0, 1, 2, 3, 6])
+def test_a_stop_string_that_a_later_token_takes_back(draft):
+    """Plain decoding saw "a " and ended there; the block's whole text never holds it."""
+    table = chain(4, {})
+    drafter = Scripted([0, 1, 2, 3] * 3, draft, vocab_size=4) if draft else None
+    result = generate(
+        TableTarget(table),
+        [3],
+        drafter=drafter,
+        stop_strings=["a "],
+        tokenizer=JoiningTokenizer(),
+        max_new_tokens=9,
+        eos_token_id=[],
+    )
+    assert (result.tokens, result.finish_reason) == ([0, 1], "stop_string")
+
+
 def test_stop_strings_need_a_tokenizer_and_text():
     """One line, before anything runs."""
     target = TableTarget(random_table())
@@ -347,6 +378,19 @@ def test_on_step_streams_what_is_final_and_should_stop_ends_it(tiny_llama, greed
 # ---------------------------------------------------------------- the KV cache
 
 
+def disturbed_model(noise: float):
+    """The tiny Llama with noise on its weights: a stand-in for a quantised copy."""
+    model = tiny_model("llama")
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.add_(
+                noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
+    return model
+
+
+DISTURBED = disturbed_model(0.02)
 MODELS = {family: tiny_model(family) for family in ("llama", "mistral_sliding")}
 PLAIN_TEXTS = {
     (family, length): generate(model, PROMPT[:length], max_new_tokens=30, eos_token_id=[]).tokens
@@ -384,8 +428,13 @@ def test_the_cache_always_equals_a_fresh_prefill(
 
 
 def test_case_3_generation_never_moves_the_cache(tiny_llama):
-    """Case 3: room is reserved for prompt and budget: every step finds the same storage."""
+    """Case 3: room is reserved for prompt and budget: every step finds every layer where it was."""
     target = HuggingFaceTarget(tiny_llama)
+
+    def places(_):
+        layers = target.cache.layers
+        pointers.add(tuple(t.data_ptr() for layer in layers for t in (layer.keys, layer.values)))
+
     pointers = set()
     generate(
         target,
@@ -393,9 +442,55 @@ def test_case_3_generation_never_moves_the_cache(tiny_llama):
         drafter=NGramDrafter(),
         max_new_tokens=300,
         eos_token_id=[],
-        on_step=lambda step: pointers.add(target.cache.layers[0].keys.data_ptr()),
+        on_step=places,
     )
     assert len(pointers) == 1 and target.length > 290
+    assert len(set(*pointers)) == 6, "three layers, keys and values"
+
+
+@given(
+    kind=st.sampled_from(["huggingface", "fast", "lossless"]),
+    num_draft_tokens=st.integers(1, 6),
+    wrong=st.sets(st.integers(0, 30), max_size=20),
+    budget=st.integers(1, 20),
+    seed=st.integers(0, 99),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    penalty=st.sampled_from([1.0, 1.4]),
+    confirm_every=st.integers(1, 6),
+)
+@settings(max_examples=40)
+def test_the_caches_of_all_engines_and_tiers_equal_fresh_prefills(
+    kind, num_draft_tokens, wrong, budget, seed, temperature, penalty, confirm_every
+):
+    """Sampled text too, in the fast engine, and in both caches of lossless mode."""
+    model = MODELS["llama"]
+    target = (FastDecoder.from_model if kind == "fast" else HuggingFaceTarget)(model)
+    first = HuggingFaceTarget(DISTURBED)
+    lossless = kind == "lossless"
+    config = SamplingConfig(temperature, top_k=20, repetition_penalty=penalty, seed=seed)
+    result = generate(
+        first if lossless else target,
+        PROMPT,
+        drafter=Scripted(PLAIN_TEXTS["llama", 5], num_draft_tokens, wrong),
+        sampling=config,
+        max_new_tokens=budget,
+        eos_token_id=[],
+        **(dict(confirm_with=target, confirm_every=confirm_every) if lossless else {}),
+    )
+    text = PROMPT + result.tokens
+    assert len(result.tokens) == budget
+    if kind == "fast":
+        assert target.length == len(text) - 1
+        fresh = FastDecoder.from_model(model)
+        fresh.forward(torch.tensor(text[:-1]))
+        for ours, expected in ((target.keys, fresh.keys), (target.values, fresh.values)):
+            used = slice(0, target.length)
+            torch.testing.assert_close(ours[:, :, used], expected[:, :, used], rtol=1e-4, atol=1e-4)
+    else:
+        assert_cache_is_a_fresh_prefill(target, text)
+    if lossless and first.length > 0:
+        # it is told of the last block only when it drafts the next one
+        assert_cache_is_a_fresh_prefill(first, text[: first.length + 1])
 
 
 def test_a_target_that_was_used_before_starts_empty(tiny_llama, greedy_text):
@@ -437,6 +532,23 @@ def test_one_object_cannot_draft_and_verify(tiny_llama):
         generate(target, PROMPT, confirm_with=target)
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(sampling=None), "sampling is None.*SamplingConfig"),
+        (dict(sampling={"temperature": 1}), "sampling is .*SamplingConfig"),
+        (dict(on_step=3), "on_step is 3.*function"),
+        (dict(should_stop=True), "should_stop is True.*function"),
+        (dict(confirm_every=-3), "confirm_every is -3"),
+    ],
+)
+def test_likely_slips_are_told(tiny_llama, arguments, message):
+    """Each was a traceback from inside, or was taken without a word."""
+    with pytest.raises(UserError, match=message) as error:
+        generate(tiny_llama, PROMPT, **arguments)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("drafter", [NGramDrafter, "ngram", object(), [1, 2]])
 def test_what_is_no_drafter_is_told(tiny_llama, drafter):
     """A class instead of an object is the likeliest slip."""
@@ -467,6 +579,10 @@ def test_tokenizers_that_are_known_are_compared(tiny_llama):
         other = wrap(ModelDrafter(Loaded(Tokenizer("b", "a"))))
         with pytest.raises(UserError, match="tokenizer differs"):
             generate(target, PROMPT, drafter=other, max_new_tokens=3)
+    assert len(generate(target, PROMPT, confirm_with=target, max_new_tokens=3).tokens) == 3
+    confirming = Loaded(Tokenizer("b", "a"))
+    with pytest.raises(UserError, match="tokenizer differs"):
+        generate(target, PROMPT, confirm_with=confirming, max_new_tokens=3)
 
 
 # ---------------------------------------------------------------- prompts
@@ -501,6 +617,16 @@ def test_case_6_a_batch_is_refused_by_size(tiny_llama):
         (torch.tensor([1.0]), "whole numbers"),
         (torch.ones(1, 1, 2, dtype=torch.long), "shape"),
         ("Hello", "encode it first"),
+        (["Hello"], "encode it first"),
+        (["a", "b"], "encode it first"),
+        (None, "prompt is None"),
+        ([1, None], "whole numbers"),
+        ({1, 2}, "whole numbers"),
+        ([10**20], "whole numbers"),
+        ([1, 2.5], "whole numbers"),
+        (torch.tensor([True]), "whole numbers"),
+        ([[[1]]], "shape"),
+        ({"ids": [1]}, "no input_ids, only ids"),
     ],
 )
 def test_wrong_prompts_are_told(tiny_llama, prompt, message):
@@ -508,6 +634,46 @@ def test_wrong_prompts_are_told(tiny_llama, prompt, message):
     with pytest.raises(UserError, match=message) as error:
         generate(tiny_llama, prompt)
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizers_output_is_a_prompt(tiny_llama):
+    """tokenizer(text) passed as it is: its input_ids are meant."""
+    expected = generate(tiny_llama, PROMPT, max_new_tokens=4).tokens
+    encodings = (
+        {"input_ids": PROMPT, "attention_mask": [1] * 5},
+        BatchEncoding({"input_ids": torch.tensor([PROMPT])}),
+        np.array(PROMPT),
+    )
+    for prompt in encodings:
+        assert generate(tiny_llama, prompt, max_new_tokens=4).tokens == expected
+    with pytest.raises(UserError, match="batch of 2"):
+        generate(tiny_llama, BatchEncoding({"input_ids": [[1, 2], [3]]}))
+
+
+def test_a_run_taken_step_by_step(tiny_llama, greedy_text):
+    """What was handed out must not grow afterwards, and nothing follows the end."""
+    run = GenerationRun(
+        tiny_llama, PROMPT, drafter=Scripted(greedy_text, 3), max_new_tokens=9, eos_token_id=[]
+    )
+    assert run.prefill_seconds > 0 and run.tokens == [] and run.generation().tokens == []
+    first = run.step()
+    early, tokens = run.generation(), run.tokens
+    assert list(first.tokens) == early.tokens == tokens == greedy_text[:4]
+    assert early.finish_reason == run.finish_reason == ""
+    while not run.finish_reason:
+        run.step()
+    assert early.tokens == tokens == greedy_text[:4] == early.trace.tokens
+    assert run.tokens == run.generation().tokens == greedy_text[:9]
+    assert run.finish_reason == "length" and len(run.steps) == 3
+    with pytest.raises(UserError, match=r"has ended \(length\)"):
+        run.step()
+    assert run.tokens == greedy_text[:9] and len(run.steps) == 3
+
+    stopped = GenerationRun(tiny_llama, PROMPT, max_new_tokens=9)
+    stopped.stop()
+    with pytest.raises(UserError, match=r"has ended \(stopped\)"):
+        stopped.step()
+    assert stopped.generation().finish_reason == "stopped"
 
 
 # ---------------------------------------------------------------- outsiders
@@ -712,6 +878,54 @@ def test_case_19_repetition_penalty_inside_a_block():
     assert without.tokens != plain.tokens, "the penalty must matter here"
 
 
+class Even(TableTarget):
+    """All tokens equally likely, whatever came before: only the penalty tells them apart."""
+
+    def __init__(self):
+        super().__init__(torch.ones(4, 4, 4))
+
+
+@pytest.mark.parametrize("draft", [None, [2, 2]])
+def test_case_19_sampling_with_a_penalty_inside_a_block(draft):
+    """Case 19 at temperature 1: chi-square of two tokens in a row, over the block [2, 2].
+
+    A penalty that misses the first 2 doubles the chance of the second; one that remembers a
+    rejected 2 lowers it.
+    """
+
+    class Twos:
+        def reset(self, prompt_ids):
+            pass
+
+        def propose(self, max_tokens):
+            return Draft(draft[:max_tokens])
+
+        def extend(self, tokens):
+            pass
+
+    counts = torch.zeros(4, 4, dtype=torch.float64)
+    num_runs = 1500
+    for seed in range(num_runs):
+        first, second, _ = generate(
+            Even(),
+            [0],
+            drafter=None if draft is None else Twos(),
+            sampling=SamplingConfig(temperature=1.0, repetition_penalty=8.0, seed=seed),
+            max_new_tokens=3,
+            eos_token_id=[],
+        ).tokens
+        counts[first, second] += 1
+
+    def law(*seen):
+        scores = torch.ones(4, dtype=torch.float64)
+        scores[list(seen)] = 1 / 8
+        return scores.softmax(-1)
+
+    expected = num_runs * torch.stack([law(0)[first] * law(0, first) for first in range(4)])
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert stats.chi2.sf(statistic, 15) > 1e-4
+
+
 # ---------------------------------------------------------------- lossless mode
 
 
@@ -742,18 +956,6 @@ def test_lossless_greedy_is_the_full_precision_text(
     assert result.overruled == sum(step.outcome == "replacement" for step in result.steps)
     assert len(result.trace.first_tier_steps) > 0
     assert_cache_is_a_fresh_prefill(target, PROMPT + result.tokens)
-
-
-def disturbed_model(noise: float):
-    """The tiny Llama with noise on its weights: a stand-in for a quantised copy."""
-    model = tiny_model("llama")
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.add_(
-                noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
-    return model
 
 
 def test_lossless_confirms_a_target_that_is_right():

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def distribution(*weights: float) -> torch.Tensor:
         ("repetition_penalty", -1.0),
         ("seed", -1),
         ("seed", "one"),
+        ("seed", 2**64),
     ],
 )
 def test_a_value_out_of_range_is_told_in_one_line(field, value):
@@ -158,6 +160,27 @@ def test_case_17_nan_never_becomes_a_token():
                 probabilities(logits, config, first_position=10)
     with pytest.raises(UserError, match=r"only -inf.*position 0"):
         probabilities(torch.full((1, 4), -math.inf), SamplingConfig())
+
+
+@pytest.mark.parametrize(
+    "penalty, logits, what",
+    [(1e-300, [1.0, 2e10, 0.0], "inf for token 1"), (1.7e308, [-1.5, -2.0, -3.0], "only -inf")],
+)
+def test_a_penalty_that_overflows_is_told(penalty, logits, what):
+    """inf - inf is NaN: the check must come after the penalty, and say that it was the penalty."""
+    rows = torch.tensor([[0.0, 0.0, 0.0], logits])
+    for temperature in (0.0, 1.0):
+        config = SamplingConfig(temperature, repetition_penalty=penalty)
+        message = f"penalty of {penalty:g}.*{what}.*position 8.*closer to 1"
+        with pytest.raises(UserError, match=re.escape(message).replace(r"\.\*", ".*")):
+            probabilities(rows, config, [0, 1, 2], first_position=7)
+
+
+@pytest.mark.parametrize("config", [None, {"temperature": 1}, SamplingConfig])
+def test_what_is_no_configuration_is_told(config):
+    """A dict of the same fields is the likeliest slip."""
+    with pytest.raises(UserError, match=r"config is .*SamplingConfig"):
+        probabilities(torch.zeros(1, 4), config)
 
 
 def test_minus_infinity_masks_a_token():
@@ -400,7 +423,10 @@ def test_verify_without_a_generator_is_random():
 
 
 def test_verify_takes_lists_and_other_dtypes(generator):
-    """float32 rows are no reason for an error nor for a wrong sum."""
+    """float32 rows are no reason for an error nor for a wrong sum; nor are plain lists."""
+    assert verify([[0.0, 1.0], [1.0, 0.0]], [1], [[0.5, 0.5]], generator) == (1, 0)
+    with pytest.raises(UserError, match="generator is 3"):
+        verify([[1.0]], [], None, 3)
     p = random_rows(3, 6, 5).float()
     q = random_rows(2, 6, 6).half()
     accepted, token = verify(p, [1, 2], q, generator)
@@ -412,9 +438,16 @@ def test_verify_takes_lists_and_other_dtypes(generator):
     "p, draft, q, message",
     [
         (torch.full((1, 4), 0.25), [1], None, r"\(1, 4\).*\[2, vocabulary\]"),
-        (torch.full((2, 4), 0.25), [4], None, "token 0 is 4.*between 0 and 3"),
+        (torch.full((2, 4), 0.25), [4], None, "token 4.*between 0 and 3"),
         (torch.full((2, 4), 0.25), [-1], None, "-1"),
         (torch.full((2, 4), 0.25), [1.5], None, "1.5"),
+        (torch.full((2, 4), 0.25), [True], None, "draft is .*whole numbers"),
+        (torch.full((2, 4), 0.25), ["a"], None, "draft is .*whole numbers"),
+        (torch.full((1, 4), 0.25), None, None, "draft is None"),
+        (torch.zeros(1, 0), [], None, r"p has shape \(1, 0\).*not empty"),
+        (None, [], None, "p is None"),
+        ([[0.5, 0.5], [1.0]], [1], None, "p is .*tensor"),
+        (torch.full((2, 4), 0.25), [1], "q", "q is 'q'"),
         (torch.full((2, 4), 0.25), [1], torch.full((1, 5), 0.2), "q covers 5"),
         (torch.full((2, 4), 0.25), [1], torch.full((2, 4), 0.25), "q has shape"),
         (torch.zeros(2, 4), [1], None, "row 0 of p is no distribution"),

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, VOCAB, tiny_model
 
+from quasar_lab.decoding import generate
+from quasar_lab.drafting import LayerSkipDrafter, NGramDrafter
 from quasar_lab.errors import UserError
 from quasar_lab.targets import HuggingFaceTarget, Target, as_target
 
@@ -163,6 +165,59 @@ def test_the_context_limit_is_told_before_anything_runs():
             target.forward(random_ids(3))
         assert target.length == 8
         target.forward(random_ids(2))
+
+
+LENGTH_DEPENDENT = {
+    "dynamic": ("llama", dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
+    "longrope": (
+        "phi3",
+        dict(
+            rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
+            short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+        ),
+    ),
+}  # fmt: skip
+
+
+def growing_rope_model(kind: str):
+    family, rope = LENGTH_DEPENDENT[kind]
+    limits = dict(max_position_embeddings=24)
+    if kind == "longrope":
+        limits = dict(max_position_embeddings=512, original_max_position_embeddings=24)
+    return tiny_model(family, rope_parameters=rope, **limits)
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_a_rotary_scaling_that_changes_with_the_text_bounds_the_context(kind):
+    """Past the trained length the cached keys are wrong, and plain and speculative text part."""
+    model = growing_rope_model(kind)
+    prompt = [5, 6, 7, 5, 6]
+    target = HuggingFaceTarget(model)
+    assert target.max_length == 24 and HuggingFaceTarget(model, max_length=20).max_length == 20
+    plain = generate(target, prompt, max_new_tokens=45, eos_token_id=[])
+    assert plain.finish_reason == "context_length" and len(plain.tokens) == 19
+    for drafter in (NGramDrafter(), LayerSkipDrafter(model, [0, 2], 4)):
+        result = generate(target, prompt, drafter=drafter, max_new_tokens=45, eos_token_id=[])
+        assert (result.tokens, result.finish_reason) == (plain.tokens, "context_length")
+    with pytest.raises(UserError, match=r"max_length is 25.*changes after 24 tokens"):
+        HuggingFaceTarget(model, max_length=25)
+    with pytest.raises(UserError, match=r"prompt has 24 tokens.*holds 24"):
+        generate(model, [5] * 24)
+
+
+@pytest.mark.parametrize("max_length", [0, -5, "a", 2.5, True])
+def test_an_impossible_max_length_is_told(max_length):
+    """Zero was read as "the model's own", and a negative one refused every prompt."""
+    with pytest.raises(UserError, match=f"max_length is {max_length!r}"):
+        HuggingFaceTarget(MODELS["llama"], max_length=max_length)
+
+
+def test_a_table_of_positions_is_not_left():
+    """Past GPT-2's or OPT's table the embedding raises an IndexError; rotary models go on."""
+    for family in ("gpt2", "opt"):
+        with pytest.raises(UserError, match=r"max_length is 600.*512 learned positions"):
+            HuggingFaceTarget(MODELS[family], max_length=600)
+    assert HuggingFaceTarget(MODELS["llama"], max_length=600).max_length == 600
 
 
 def test_the_model_is_left_as_it_was():

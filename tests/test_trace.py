@@ -111,6 +111,56 @@ def test_one_row_a_step(sampled):
         sampled.trace.to_dataframe(per="word")
 
 
+def test_a_step_tells_its_draft_and_its_residual(sampled):
+    """What a rejected draft was replaced from: the likeliest tokens of the residual."""
+    table = sampled.trace.to_dataframe(per="step")
+    for step, row in zip(sampled.steps, table.itertuples(), strict=True):
+        assert (row.draft_tokens, row.tokens) == (step.draft_tokens, step.tokens)
+        assert row.residual_top == step.verification.residual_top
+        rejected = row.outcome == "replacement"
+        assert rejected == (len(row.residual_top) > 0) == (row.residual_mass > 0)
+    assert set(table["tier"]) == {"target"}
+    tokens = sampled.trace.to_dataframe()
+    assert (tokens["residual_top"].map(len) > 0).sum() > 0
+
+
+def test_the_first_tier_is_in_the_table(tiny_llama):
+    """Lossless mode: what the first tier wrote stands beside what was made of it."""
+    result = generate(
+        tiny_model("llama", seed=1),
+        PROMPT,
+        drafter=NGramDrafter(),
+        confirm_with=tiny_llama,
+        confirm_every=4,
+        max_new_tokens=20,
+        eos_token_id=[],
+    )
+    per_step = result.trace.to_dataframe(per="step").groupby("tier")["num_emitted"]
+    assert per_step.size().to_dict() == {
+        "target": len(result.steps),
+        "first": len(result.trace.first_tier_steps),
+    }
+    assert per_step.sum()["target"] == len(result.tokens)
+    table = result.trace.to_dataframe()
+    emitted = table[table["kind"].isin(["accepted", "replacement", "bonus"])]
+    text = PROMPT + result.tokens
+    drafted = dict()
+    for step, kv in zip(result.steps, [4, *(s.kv_length for s in result.steps)], strict=False):
+        drafted |= {kv + 1 + i: [] for i in range(len(step.draft_tokens))}
+    target = emitted[emitted["tier"] == "target"]
+    assert [text[i] for i in target["position"]] == target["token"].tolist() == result.tokens
+    first = emitted[emitted["tier"] == "first"]
+    assert set(first["position"]) <= set(drafted), "the first tier wrote where a draft stood"
+
+
+@pytest.mark.parametrize("per", ["token", "step"])
+def test_a_table_without_steps_has_its_columns(tiny_llama, greedy, per):
+    """table["kind"] must not be a KeyError because nothing was generated."""
+    empty = generate(tiny_llama, PROMPT, max_new_tokens=0).trace.to_dataframe(per=per)
+    assert len(empty) == 0
+    assert list(empty.columns) == list(greedy.trace.to_dataframe(per=per).columns)
+
+
 def test_a_greedy_trace_draws_nothing(greedy):
     """At temperature 0 p is one-hot and no number is drawn."""
     table = greedy.trace.to_dataframe()
@@ -161,7 +211,18 @@ def test_a_save_that_fails_leaves_the_old_file(greedy, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"format": "quasar-lab trace 1"}', '{"format": "other"}', "\x00"]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"format": "quasar-lab trace 1"}',
+        '{"format": "other"}',
+        "\x00",
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:9],
 )
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     """A truncated or foreign file: told, without a traceback from inside."""
@@ -179,10 +240,43 @@ def test_a_half_written_trace_is_refused(greedy, tmp_path):
     path = tmp_path / "trace.json"
     greedy.save(path)
     data = json.loads(path.read_text())
-    for change in ({"steps": [{}]}, {"steps": 5}, {"sampling": {"temperature": -1}}, {"extra": 1}):
+    steps = data["steps"]
+    verification = steps[0]["verification"]
+
+    def first(**changes):
+        return {"steps": [{**steps[0], **changes}, *steps[1:]]}
+
+    def inside(**changes):
+        return first(verification={**verification, **changes})
+
+    for change in (
+        {"steps": [{}]},
+        {"steps": 5},
+        {"sampling": {"temperature": -1}},
+        {"extra": 1},
+        {"token_budget": "many"},
+        {"token_budget": True},
+        {"prompt_ids": "abc"},
+        {"prompt_ids": ["a"]},
+        {"prompt_ids": []},
+        {"eos_token_ids": 2},
+        {"finish_reason": None},
+        first(tokens=["x"]),
+        first(tokens=[]),
+        first(tokens=[96, 95]),
+        first(draft_tokens=[1] * 9),
+        first(kv_length=1.5),
+        first(verify_seconds="fast"),
+        inside(p_draft=[1.0] * 9),
+        inside(q_draft=[0.0] * len(steps[0]["draft_tokens"]) or [0.5]),
+        inside(num_accepted=99),
+        inside(residual_top=[[1]]),
+    ):
         path.write_text(json.dumps({**data, **change}))
         with pytest.raises(UserError, match="no trace"):
             Trace.load(path)
+    path.write_text(json.dumps(data))
+    assert Trace.load(path) == greedy.trace
 
 
 # ---------------------------------------------------------------- other settings
@@ -288,17 +382,56 @@ def test_a_cost_measured_at_some_sizes_is_drawn_out_to_others():
         measured_step_cost([])
 
 
-def test_what_cannot_be_predicted_is_refused(tiny_llama, greedy):
+def test_what_cannot_be_predicted_is_refused(tiny_llama, greedy, sampled):
     """Drafts that were sampled depend on more than the text; times need a cost."""
-    config = SamplingConfig(temperature=1.0, seed=0)
-    drafter = ModelDrafter(tiny_llama, 2)
-    drafter.prepare(config, config.generator(), None, ())
     with pytest.raises(UserError, match=r"ModelDrafter.*drafts by sampling"):
-        reprice(greedy, drafter)
+        reprice(sampled, ModelDrafter(tiny_llama, 2))
     assert math.isnan(reprice(greedy, NGramDrafter()).tokens_per_second)
-    for wrong in (dict(bandwidth=0), dict(bandwidth=1e9, kv_bytes_per_token=-1)):
-        with pytest.raises(UserError):
-            memory_step_cost(1e9, **wrong)
+    with pytest.raises(UserError, match=r"nan seconds.*step_cost"):
+        reprice(greedy, AdaptiveDrafter(NGramDrafter()))
+    reprice(greedy, AdaptiveDrafter(NGramDrafter()), step_cost=memory_step_cost(1e9, 1e9))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(generation=[1, 2]), "generation is .*Trace"),
+        (dict(drafter="ngram"), "drafter is str"),
+        (dict(drafter=NGramDrafter), "drafter is the class NGramDrafter"),
+        (dict(draft_seconds=-1), "draft_seconds is -1"),
+        (dict(draft_seconds=math.nan), "draft_seconds is nan"),
+        (dict(step_cost=0.5), "step_cost is 0.5.*function"),
+        (dict(step_cost=lambda fed, cached: -1.0), "step_cost is -1.0.*above 0"),
+    ],
+)
+def test_likely_slips_in_reprice_are_told(greedy, arguments, message):
+    """Each gave a wrong prediction without a word, or a traceback from inside."""
+    with pytest.raises(UserError, match=message) as error:
+        reprice(arguments.pop("generation", greedy), **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_likely_slips_in_costs_are_told(greedy):
+    """NaN compares as nothing: a check of the form x < 0 lets it through."""
+    for wrong in (None, math.nan, 0, -1, "1e9", math.inf, True):
+        for name in ("weight_bytes", "bandwidth"):
+            with pytest.raises(UserError, match=f"{name} is {wrong!r}"):
+                memory_step_cost(**{"weight_bytes": 1e9, "bandwidth": 1e9, name: wrong})
+        if wrong != 0:
+            with pytest.raises(UserError, match=f"kv_bytes_per_token is {wrong!r}"):
+                memory_step_cost(1e9, 1e9, kv_bytes_per_token=wrong)
+    assert measured_step_cost(greedy)(1, 0) == measured_step_cost([greedy])(1, 0) > 0
+    for wrong in ([1], "runs", None):
+        with pytest.raises(UserError, match="generation is"):
+            measured_step_cost(wrong)
+    with pytest.raises(UserError, match=r"other is .*Generation"):
+        split_speedup(greedy, None)
+
+
+def test_a_line_through_measured_times_stays_above_zero():
+    """Noise may make the larger step the faster one: far out the line would cross zero."""
+    cost = measured_step_cost(a_generation(a_step(0, 0, 1.0), a_step(1, 0, 0.5)))
+    assert cost(2, 0) == 0.5 and cost(9, 0) == 0.05
 
 
 def test_a_model_drafter_is_predicted_at_temperature_0(tiny_llama, greedy):
@@ -308,6 +441,51 @@ def test_a_model_drafter_is_predicted_at_temperature_0(tiny_llama, greedy):
     assert reprice(greedy, LayerSkipDrafter(tiny_llama, 2, 4)).acceptance_counts == (
         real.acceptance_counts
     )
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_model_drafter_is_told_how_the_text_was_made(tiny_llama, penalty):
+    """It drafts no further than an end token and under the same penalty, as it does in a run."""
+    sampling = SamplingConfig(repetition_penalty=penalty)
+    arguments = dict(sampling=sampling, max_new_tokens=50)
+    text = generate(tiny_llama, PROMPT, eos_token_id=[], **arguments).tokens
+
+    def drafter():
+        return ModelDrafter(tiny_llama, 8)
+
+    shorter = 0
+    for eos in text[4:40:3]:
+        recorded = generate(tiny_llama, PROMPT, eos_token_id=eos, **arguments)
+        real = generate(tiny_llama, PROMPT, eos_token_id=eos, drafter=drafter(), **arguments)
+        predicted = reprice(recorded, drafter())
+        assert [s.draft_tokens for s in predicted.steps] == [s.draft_tokens for s in real.steps]
+        shorter += len(real.steps[-1].draft_tokens) < 8
+    assert shorter > 0, "some drafts must end at the end token"
+
+
+def test_a_first_tier_stays_with_its_own_drafts(tiny_llama):
+    """Another drafter has no first tier: its rejected drafts are no blocks overruled."""
+    lossless = generate(
+        tiny_model("llama", seed=1),
+        PROMPT,
+        confirm_with=tiny_llama,
+        max_new_tokens=20,
+        eos_token_id=[],
+    )
+    assert lossless.overruled > 0 and lossless.overrule_rate > 0
+    cost = memory_step_cost(1e9, 1e9)
+    same = reprice(lossless, step_cost=cost)
+    assert same.trace.first_tier_steps == lossless.trace.first_tier_steps
+    assert same.overruled == lossless.overruled
+    other = reprice(lossless, NGramDrafter(), step_cost=cost)
+    assert other.trace.first_tier_steps == () and other.overruled == 0
+    assert math.isnan(other.overrule_rate)
+
+
+def test_an_ordinary_run_overrules_nothing(greedy):
+    """A rejected n-gram is no token of a first tier that full precision replaced."""
+    assert any(step.outcome == "replacement" for step in greedy.steps)
+    assert greedy.overruled == 0 and math.isnan(greedy.overrule_rate)
 
 
 def test_drafts_beyond_the_budget_are_not_counted():

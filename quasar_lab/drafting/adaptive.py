@@ -7,11 +7,13 @@ the drafting of k. Both are learned while decoding; the best k is the one with t
 """
 
 import itertools
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from quasar_lab.draft import Draft, check_whole
+from quasar_lab.checks import check_drafter, check_number, check_whole
+from quasar_lab.draft import Draft
 from quasar_lab.errors import UserError
 from quasar_lab.trace import Step
 
@@ -37,14 +39,19 @@ class AdaptiveDrafter:
         drafter: Any,
         max_draft_tokens: Any = 16,
         *,
-        step_cost: Callable[[int], float] | Mapping[int, float] | None = None,
+        step_cost: Any = None,
         explore_every: Any = 16,
         memory: Any = 64,
     ) -> None:
+        check_drafter(drafter)
         self.drafter = drafter
         self.max_draft_tokens = check_whole("max_draft_tokens", max_draft_tokens)
         self.explore_every = check_whole("explore_every", explore_every, 2)
         self.memory = check_whole("memory", memory)
+        if not (step_cost is None or callable(step_cost) or isinstance(step_cost, Mapping)):
+            raise UserError(
+                f"step_cost is {step_cost!r}: it must be a function or a table of the tokens fed"
+            )
         self._given_cost = step_cost
         self._forget()
 
@@ -81,6 +88,11 @@ class AdaptiveDrafter:
 
     def observe(self, step: Step) -> None:
         """Learn from a step: which drafts were accepted, and what it cost."""
+        if self._given_cost is None and not 0 < step.seconds < math.inf:
+            raise UserError(
+                f"a step took {step.seconds!r} seconds: AdaptiveDrafter chooses lengths by times; "
+                "give it a step_cost (and `reprice` one too, to predict with measured times)"
+            )
         self._num_steps += 1
         drafted, accepted = len(step.draft_tokens), step.verification.num_accepted
         for i in range(min(drafted, accepted + 1, self.max_draft_tokens)):
@@ -111,16 +123,18 @@ class AdaptiveDrafter:
 
     def step_cost(self, length: int) -> float:
         """What a step with this many drafts costs, given or measured."""
+        if self._given_cost is None:
+            return line_through(self._seconds, length + 1)
         if callable(self._given_cost):
-            return self._given_cost(length + 1)
-        if self._given_cost is not None:
-            if length + 1 not in self._given_cost:
-                raise UserError(
-                    f"step_cost has no entry for {length + 1} tokens: it needs 1 to "
-                    f"{self.max_draft_tokens + 1}"
-                )
-            return self._given_cost[length + 1]
-        return line_through(self._seconds, length + 1)
+            cost = self._given_cost(length + 1)
+        elif length + 1 in self._given_cost:
+            cost = self._given_cost[length + 1]
+        else:
+            raise UserError(
+                f"step_cost has no entry for {length + 1} tokens: it needs 1 to "
+                f"{self.max_draft_tokens + 1}"
+            )
+        return check_number(f"step_cost of {length + 1} tokens", cost, above=0)
 
     def best_length(self) -> int:
         """The number of drafts with the most expected tokens per unit of cost; smallest of ties."""

@@ -6,13 +6,14 @@ ones). The drafter has a KV cache of its own for the layers it keeps.
 """
 
 import copy
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from quasar_lab.draft import check_whole
+from quasar_lab.checks import check_whole
 from quasar_lab.drafting.model import ModelDrafter
 from quasar_lab.errors import UserError
 from quasar_lab.structure import decoder_layers
@@ -59,23 +60,23 @@ def chosen_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
     allowed = f"a count from 1 to {num_layers}, a share up to 1.0, or indices below {num_layers}"
     if isinstance(layers, bool):
         raise UserError(f"layers is {layers!r}: it must be {allowed}")
-    if isinstance(layers, float):
-        if not 0 < layers <= 1:
+    if isinstance(layers, numbers.Real) and not isinstance(layers, numbers.Integral):
+        if not 0 < float(layers) <= 1:
             raise UserError(f"layers is {layers!r}: it must be {allowed}")
-        layers = max(1, round(layers * num_layers))
-    if isinstance(layers, int):
-        if not 1 <= layers <= num_layers:
+        layers = max(1, round(float(layers) * num_layers))
+    if isinstance(layers, numbers.Integral):
+        if not 1 <= int(layers) <= num_layers:
             raise UserError(f"layers is {layers!r}: it must be {allowed}")
-        return tuple(range(layers))
+        return tuple(range(int(layers)))
     if not isinstance(layers, Iterable) or isinstance(layers, str):
         raise UserError(f"layers is {layers!r}: it must be {allowed}")
     indices = tuple(layers)
-    whole = all(isinstance(index, int) for index in indices)
+    whole = all(isinstance(index, numbers.Integral) for index in indices)
     if not indices or not whole or not all(0 <= index < num_layers for index in indices):
         raise UserError(f"layers is {indices!r}: it must be {allowed}")
     if list(indices) != sorted(set(indices)):
         raise UserError(f"layers is {indices!r}: each layer once, in ascending order")
-    return indices
+    return tuple(map(int, indices))
 
 
 def with_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
@@ -95,7 +96,11 @@ def with_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedMo
 
     def shallow_copy(module: Any) -> Any:
         view = copy.copy(module)
-        view._modules = dict(module._modules)
+        # some rotary scalings change their frequencies while a text grows: each view has its own
+        view._modules = {
+            name: copy.deepcopy(child) if hasattr(child, "rope_type") else child
+            for name, child in module._modules.items()
+        }
         if getattr(module, "config", None) is model.config:
             view.config = config
         elif getattr(module, "config", None) is model.config.get_text_config(decoder=True):

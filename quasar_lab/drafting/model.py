@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from quasar_lab.draft import Draft, check_whole, to_ids
+from quasar_lab.checks import check_drafter, check_whole
+from quasar_lab.draft import Draft, to_ids
 from quasar_lab.errors import UserError
 from quasar_lab.sampling import SamplingConfig
 from quasar_lab.sequence import SpeculativeSequence
@@ -49,6 +50,8 @@ class ModelDrafter:
         self._compared_with: Any = None
         if target_tokenizer is not None:
             self.check_tokenizer(target_tokenizer)
+        if drafter is not None:
+            check_drafter(drafter, self.target)
         self.drafter = drafter
         self._max_length = getattr(self.target, "max_length", None) or sys.maxsize
         self.prepare(SamplingConfig(), SamplingConfig().generator(), None, ())
@@ -74,6 +77,9 @@ class ModelDrafter:
             self.target, self.drafter, sampling, generator, vocab_size, eos_token_ids
         )
         self._known = 0  # tokens of the sequence that were really emitted; drafts follow them
+        # of these, how many this model has read: fewer where it cannot hold one, as a smaller
+        # vocabulary or a short context may not; until they are taken back it proposes nothing
+        self._read = 0
         self.steps: list[Step] = []
 
     def check_tokenizer(self, target_tokenizer: Any) -> None:
@@ -87,19 +93,18 @@ class ModelDrafter:
         prompt = to_ids(prompt_ids)
         self._known = len(prompt)
         self.steps = []
-        # a prompt that this model cannot hold: it proposes nothing
-        self._fits = 0 < len(prompt) < self._max_length
-        if self._fits:
+        fits = 0 < len(prompt) < self._max_length and self._readable(prompt) == len(prompt)
+        self._read = len(prompt) if fits else -1
+        if fits:
             self._sequence.start(prompt)
 
     def propose(self, max_tokens: int) -> Draft:
         """The tokens this model would emit next."""
-        num_tokens = min(max_tokens, self.num_draft_tokens)
-        if self._fits:
-            self._sequence.truncate(self._known)
-            num_tokens = min(num_tokens, self._max_length - self._known)
-        if not self._fits or num_tokens <= 0:
+        room = self._max_length - self._known
+        num_tokens = min(max_tokens, self.num_draft_tokens, room)
+        if self._read < self._known or num_tokens <= 0:
             return Draft([])
+        self._sequence.truncate(self._known)
         tokens: list[int] = []
         rows: list[torch.Tensor] = []
         while len(tokens) < num_tokens and not self._eos.intersection(tokens):
@@ -114,19 +119,26 @@ class ModelDrafter:
     def extend(self, tokens: Any) -> None:
         """Append what was emitted; drafts that agree with it stay in this model's cache."""
         emitted = to_ids(tokens)
-        if self._fits:
+        if self._read == self._known:
             drafted = self._sequence.tokens[self._known :]
-            agreed = _common_prefix(drafted, emitted)
+            readable = emitted[: self._readable(emitted)]
+            agreed = _common_prefix(drafted, readable)
             self._sequence.truncate(self._known + agreed)
-            self._sequence.append(emitted[agreed:])
+            self._sequence.append(readable[agreed:])
+            self._read += len(readable)
         self._known += len(emitted)
-        self._fits = self._fits and self._known < self._max_length
 
     def rollback(self, n: int) -> None:
         """Forget the last n tokens of the sequence."""
         self._known -= n
-        if self._fits:
-            self._sequence.truncate(self._known)
+        if self._read >= 0:
+            self._read = min(self._read, self._known)
+            self._sequence.truncate(self._read)
+
+    def _readable(self, tokens: list[int]) -> int:
+        """How many of the tokens come before the first that this model's vocabulary lacks."""
+        size = getattr(self.target, "vocab_size", None) or sys.maxsize
+        return next((i for i, token in enumerate(tokens) if token >= size), len(tokens))
 
     def _cut_at_eos(self, tokens: list[int]) -> list[int]:
         for count, token in enumerate(tokens, start=1):
@@ -152,9 +164,9 @@ def check_same_tokenizer(tokenizer: Any, target_tokenizer: Any) -> None:
     )
     token = differing[0]
     raise UserError(
-        f"the drafter's tokenizer differs from the target's in {len(differing)} tokens, e.g. "
-        f"{token!r} is {own.get(token)} there and {target.get(token)} here: use a drafter of the "
-        "same model family"
+        f"the drafting model's tokenizer differs from the verifying one's in {len(differing)} "
+        f"tokens, e.g. {token!r} is {own.get(token)} there and {target.get(token)} here: use two "
+        "models of one family"
     )
 
 

@@ -8,7 +8,8 @@ independent of the length of the text.
 
 from typing import Any
 
-from quasar_lab.draft import Draft, check_whole, to_ids
+from quasar_lab.checks import check_whole
+from quasar_lab.draft import Draft, to_ids
 from quasar_lab.errors import UserError
 
 

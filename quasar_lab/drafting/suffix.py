@@ -10,12 +10,15 @@ import math
 import numbers
 from typing import Any
 
-from quasar_lab.draft import Draft, check_whole, to_ids
+from quasar_lab.checks import check_whole
+from quasar_lab.draft import Draft, to_ids
 from quasar_lab.errors import UserError
 
-# How many of the matched suffixes learn of a new occurrence. In a text of one repeated token there
-# are as many as tokens: a bound keeps the step's cost independent of the text.
+# How many of the matched suffixes learn of a new occurrence, and how many may hang on one another.
+# In a text of one repeated token there are as many as tokens, and a new token would have to be
+# entered in all: bounds keep the cost of a step independent of the text.
 _MAX_UPDATES = 32
+_MAX_DEPTH = 64
 
 
 class SuffixDrafter:
@@ -70,14 +73,16 @@ class SuffixDrafter:
 
 
 class SuffixAutomaton:
-    """The suffixes of a growing text; appending a token takes constant time on average.
+    """The suffixes of a growing text; what a token costs does not depend on how long it is.
 
     A state stands for all strings that end at the same positions; its link leads to the state of
     the longest of their suffixes that ends in more places. So the link of the state of the whole
     text is the longest suffix that occurred before.
 
     `match_length` is that suffix's length (0: the last token is new), `match_end` the index of
-    the last token of its latest earlier occurrence.
+    the last token of its latest earlier occurrence. Where more than 64 links would follow one
+    another (a text that repeats itself as often), the text is read on from a shorter suffix: a
+    match of up to 64 tokens is never missed, a longer one may be found shorter than it is.
     """
 
     def __init__(self) -> None:
@@ -89,6 +94,7 @@ class SuffixAutomaton:
         self._link = [-1]
         self._next: list[dict[int, int]] = [{}]
         self._latest = [-1]  # index of the last token of the latest occurrence
+        self._depth = [0]  # links from here to the empty string, when the state was linked
         self._last = 0
         # one entry a token: the counters before it came, and (table, key, value before) of each
         # change it made
@@ -102,16 +108,20 @@ class SuffixAutomaton:
         index = len(self.tokens)
         self.tokens.append(token)
         parent = self._last
-        state = self._new_state(self._length[parent] + 1, 0, {}, index)
-        while parent != -1 and token not in following[parent]:
-            changes.append((following[parent], token, None))
-            following[parent][token] = state
+        while self._depth[parent] > _MAX_DEPTH:
             parent = link[parent]
-        if parent != -1:
-            link[state] = self._split(changes, parent, token)
-        self._last = state
+        if token in following[parent]:  # only after such a cut: the suffix has been here before
+            match = self._last = self._split(changes, parent, token)
+        else:
+            state = self._last = self._new_state(self._length[parent] + 1, 0, {}, index)
+            while parent != -1 and token not in following[parent]:
+                changes.append((following[parent], token, None))
+                following[parent][token] = state
+                parent = link[parent]
+            match = 0 if parent == -1 else self._split(changes, parent, token)
+            link[state] = match
+            self._depth[state] = self._depth[match] + 1
 
-        match = link[state]
         self.match_length, self.match_end = self._length[match], latest[match]
         for _ in range(_MAX_UPDATES):
             if match <= 0:
@@ -136,6 +146,8 @@ class SuffixAutomaton:
             parent = link[parent]
         changes.append((link, found, link[found]))
         link[found] = clone
+        changes.append((self._depth, found, self._depth[found]))
+        self._depth[found] = self._depth[clone] + 1
         return clone
 
     def _new_state(self, length: int, link: int, following: dict[int, int], latest: int) -> int:
@@ -143,6 +155,7 @@ class SuffixAutomaton:
         self._link.append(link)
         self._next.append(following)
         self._latest.append(latest)
+        self._depth.append(self._depth[link] + 1)
         return len(self._length) - 1
 
     def undo(self) -> None:
@@ -155,7 +168,7 @@ class SuffixAutomaton:
                 del table[key]
             else:
                 table[key] = value
-        for table in (self._length, self._link, self._next, self._latest):
+        for table in (self._length, self._link, self._next, self._latest, self._depth):
             del table[num_states:]
         self.tokens.pop()
 
