@@ -13,10 +13,11 @@ and up) share one `ActivationStats`.
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from quasar_lab.activation_stats import Accumulator, ActivationStats
 from quasar_lab.errors import UserError
-from quasar_lab.structure import as_module, weight_modules
+from quasar_lab.structure import as_module, describe, weight_modules
 from quasar_lab.token_batches import unpadded
 
 __all__ = ["ActivationStats", "CalibrationStats", "Observer", "calibrate", "observe"]
@@ -75,7 +76,7 @@ class CalibrationStats(Mapping[str, ActivationStats]):
     def save(self, path: str | Path) -> None:
         """Write everything to one safetensors file; shared statistics are stored once.
 
-        The file appears under its name only when it is complete.
+        The file appears under its name only when it is complete. UserError if it cannot.
         """
         path = Path(path)
         distinct = list({id(stats): stats for stats in self.stats.values()}.values())
@@ -96,14 +97,18 @@ class CalibrationStats(Mapping[str, ActivationStats]):
         }
         unfinished = path.with_name(path.name + ".part")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, unfinished, metadata)
             unfinished.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot write {path}: {error}") from error
         finally:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> "CalibrationStats":
-        """Read what `save` wrote. Raises UserError when there is no such file."""
+        """Read what `save` wrote. UserError when there is no such file, or another one there."""
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
@@ -115,19 +120,24 @@ class CalibrationStats(Mapping[str, ActivationStats]):
                 f"{path} holds no calibration statistics, or some of another version: calibrate "
                 "and save again"
             )
-        groups = [
-            ActivationStats(**{f: tensors[f"{i}.{f}"] for f in _TENSORS}, num_tokens=count)
-            for i, count in enumerate(json.loads(metadata["group_tokens"]))
-        ]
-        names = json.loads(metadata["group_of_linear"])
         num_sequences = sum(name.startswith("sequence.") for name in tensors)
-        return cls(
-            {name: groups[i] for name, i in names.items()},
-            metadata["model_name"],
-            int(metadata["num_batches"]),
-            int(metadata["num_tokens"]),
-            tuple(tensors[f"sequence.{i}"] for i in range(num_sequences)),
-        )
+        try:
+            groups = [
+                ActivationStats(**{f: tensors[f"{i}.{f}"] for f in _TENSORS}, num_tokens=count)
+                for i, count in enumerate(json.loads(metadata["group_tokens"]))
+            ]
+            names = json.loads(metadata["group_of_linear"])
+            return cls(
+                {name: groups[i] for name, i in names.items()},
+                metadata["model_name"],
+                int(metadata["num_batches"]),
+                int(metadata["num_tokens"]),
+                tuple(tensors[f"sequence.{i}"] for i in range(num_sequences)),
+            )
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} lacks a part of what `save` writes ({error}): calibrate and save again"
+            ) from error
 
     def __repr__(self) -> str:
         return (
@@ -205,7 +215,7 @@ def observe(
 
 def calibrate(
     model: object,
-    batches: Iterable[object],
+    batches: Any,
     *,
     max_sample_tokens: int | None = MAX_SAMPLE_TOKENS,
     ignore: Sequence[str] | str = (),
@@ -224,6 +234,10 @@ def calibrate(
     type or rank, a linear that never ran, and NaN or Inf (naming linear and batch).
     """
     model = as_module(model)
+    if isinstance(batches, Mapping | str) or not isinstance(batches, Iterable):
+        raise UserError(
+            f"batches is {describe(batches)}: pass a list of batches, even for a single one"
+        )
     ignore = (ignore,) if isinstance(ignore, str) else ignore
     sequences: list[Tensor] = []
     recorded = num_batches = num_tokens = 0

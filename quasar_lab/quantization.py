@@ -7,7 +7,7 @@ the other, and never holds more than the result plus one layer.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from quasar_lab import int8_gemm
 from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.architectures import GROUP_KINDS, SmoothingGroup
 from quasar_lab.calibration import CalibrationStats
+from quasar_lab.checks import check_instance, check_number, check_whole
 from quasar_lab.errors import UserError
 from quasar_lab.folding import METHODS, Fold
 from quasar_lab.mixed_precision import meet_budget
@@ -51,7 +52,7 @@ class QuantizationConfig:
     skip: tuple[str, ...] | Any = ("lm_head",)
     groups: tuple[str | SmoothingGroup, ...] | Any = None
     backend: str = "auto"
-    num_candidates: int = 100
+    num_candidates: Any = 100
 
     def __post_init__(self) -> None:
         if self.smoothing not in METHODS:
@@ -66,13 +67,14 @@ class QuantizationConfig:
             object.__setattr__(self, "groups", default_groups(self.smoothing))
         for field in ("skip", "groups"):
             value = getattr(self, field)
+            if not isinstance(value, (Iterable, SmoothingGroup)):
+                raise UserError(f"{field} is {value!r}: choose names in a list, () for none")
             value = (value,) if isinstance(value, (str, SmoothingGroup)) else tuple(value)
             object.__setattr__(self, field, value)
         for group in self.groups:
             if not isinstance(group, SmoothingGroup) and group not in GROUP_KINDS:
                 raise UserError(f"group {group!r}: choose from {', '.join(GROUP_KINDS)}")
-        if self.num_candidates < 2:
-            raise UserError(f"num_candidates is {self.num_candidates}: choose at least 2")
+        check_whole("num_candidates", self.num_candidates, low=2)
         if self.backend != "auto" and self.backend not in int8_gemm.available_backends():
             known = ", ".join(["auto", *int8_gemm.available_backends()])
             raise UserError(f"backend is {self.backend!r}: choose from {known}")
@@ -89,10 +91,10 @@ _DEFAULT = QuantizationConfig()
 def quantize(
     model: object,
     stats: Mapping[str, ActivationStats] | None = None,
-    config: QuantizationConfig = _DEFAULT,
+    config: Any = _DEFAULT,
     *,
-    budget_kl: float | None = None,
-    evaluation: Sequence[Tensor] | None = None,
+    budget_kl: Any = None,
+    evaluation: Iterable[Tensor] | None = None,
 ) -> nn.Module:
     """A new model whose linears are `W8A8Linear`; `model` itself is unchanged and independent.
 
@@ -108,6 +110,9 @@ def quantize(
     smoothing), statistics of another model, and NaN or Inf in a weight (naming the linear).
     """
     model = as_module(model)
+    check_instance("config", config, QuantizationConfig)
+    if budget_kl is not None:
+        budget_kl = check_number("budget_kl", budget_kl)
     linears = linear_layers(model)
     if not linears:
         raise UserError(f"a {type(model).__name__} has no linears to quantise")
@@ -145,8 +150,8 @@ def quantize(
     quantized._quantization = record  # type: ignore[assignment]
     if budget_kl is not None:
         if evaluation is None:
-            evaluation = getattr(stats, "sequences", None)
-        meet_budget(model, quantized, budget_kl, evaluation)
+            evaluation = getattr(stats, "sequences", ())
+        meet_budget(model, quantized, budget_kl, list(evaluation))
     return quantized
 
 

@@ -55,6 +55,13 @@ class W8A8Linear(nn.Module):
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        name = prefix + "weight_scale"
+        if name in state_dict and state_dict[name].dtype != torch.float32:
+            # load_state_dict(assign=True) takes the tensors as they are; `state_dict` is a copy
+            state_dict[name] = state_dict[name].float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "

@@ -298,6 +298,37 @@ def test_loading_something_else(tmp_path):
         CalibrationStats.load(tmp_path / "other")
 
 
+def test_a_file_without_its_parts_is_told(tiny_llama, tmp_path):
+    """Guards the metadata: another program may have rewritten the file, or saved none of it."""
+    stats = calibrate(tiny_llama, [token_ids(12)])
+    stats.save(tmp_path / "new" / "stats")
+    assert list(CalibrationStats.load(tmp_path / "new" / "stats")) == list(stats)
+    form = {"format": "quasar-lab calibration 2"}
+    save_file({"min": torch.zeros(2)}, tmp_path / "bare", form)
+    groups = {"group_tokens": "[3]", "group_of_linear": "{}"}
+    save_file({"min": torch.zeros(2)}, tmp_path / "empty", form | groups)
+    save_file({"min": torch.zeros(2)}, tmp_path / "garbled", form | {"group_tokens": "3, ["})
+    for name in ("bare", "empty", "garbled"):
+        with pytest.raises(UserError, match="lacks a part"):
+            CalibrationStats.load(tmp_path / name)
+    save_file({"min": torch.zeros(2)}, tmp_path / "nothing")
+    with pytest.raises(UserError, match="holds no calibration statistics"):
+        CalibrationStats.load(tmp_path / "nothing")
+    before = sorted(tmp_path.iterdir())
+    for place in (tmp_path / "new", tmp_path / "bare" / "stats"):  # a folder; below a file
+        with pytest.raises(UserError, match="cannot write") as error:
+            stats.save(place)
+        assert "\n" not in str(error.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("batches", [{"input_ids": token_ids(4)}, "text", None])
+def test_a_bare_batch_is_told(tiny_llama, batches):
+    """Guards a common slip: one tokenizer output is no list of batches."""
+    with pytest.raises(UserError, match=r"batches is .*list of batches"):
+        calibrate(tiny_llama, batches)
+
+
 def test_the_model_itself_is_asked_for(tiny_llama):
     """Guards a common slip: what load() returned is understood, a name is refused."""
     loaded = SimpleNamespace(model=tiny_llama, tokenizer=None)

@@ -710,7 +710,7 @@ def test_a_target_that_returns_something_else_is_told():
 
 def test_a_wrong_draft_is_told_before_it_is_fed():
     """An index outside the embedding raises from deep inside, or reads another row on a GPU."""
-    with pytest.raises(UserError, match="token 9: the target's tokens lie between 0 and 4"):
+    with pytest.raises(UserError, match="proposed token 9: it must lie between 0 and 4"):
         generate(TableTarget(random_table()), [1, 2], drafter=Scripted([9], 1))
 
 

@@ -112,3 +112,9 @@ def test_what_the_budget_is_measured_on():
         quantize(model, None, QuantizationConfig("none"), budget_kl=0.002)
     with pytest.raises(UserError, match="budget_kl is -1"):
         quantize(model, None, QuantizationConfig("none"), budget_kl=-1, evaluation=TEXTS)
+    with pytest.raises(UserError, match="budget_kl is 'x'"):
+        quantize(model, None, QuantizationConfig("none"), budget_kl="x", evaluation=TEXTS)
+    with pytest.raises(UserError, match="config is None"):
+        quantize(model, None, None)
+    once = (ids for ids in TEXTS)  # it is read several times
+    quantize(model, None, QuantizationConfig("none"), budget_kl=1e-4, evaluation=once)

@@ -147,6 +147,14 @@ def test_scales_stay_float32(dtype):
     assert linear.qweight.dtype == torch.int8 and torch.equal(linear.qweight, weight)
     assert linear.bias.dtype == dtype
     assert quantized(IDS).logits.dtype == dtype
+    # not even when the tensors of a state dict are taken as they are
+    cast = {
+        n: t.to(dtype) if t.is_floating_point() else t for n, t in quantized.state_dict().items()
+    }
+    quantized.load_state_dict(cast, assign=True)
+    linear = quantized.model.decoder.layers[0].fc1
+    assert linear.weight_scale.dtype == torch.float32 and linear.bias.dtype == dtype
+    assert quantized(IDS).logits.dtype == dtype
     # and a model that was in this dtype from the start has float32 scales as well
     low = tiny_model("opt", dtype=dtype)
     again = quantize(low, calibrate(low, [IDS])).model.decoder.layers[0].fc1
@@ -310,6 +318,9 @@ def test_without_statistics(model):
         (dict(alpha=True), "alpha is True"),
         (dict(groups=("norm",)), "group 'norm': choose from norms, v_o, up_down"),
         (dict(num_candidates=1), "num_candidates is 1"),
+        (dict(num_candidates="x"), "num_candidates is 'x'"),
+        (dict(skip=None), "skip is None"),
+        (dict(groups=3), "groups is 3"),
     ],
 )
 def test_bad_configurations(settings, message):
