@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from quasar_lab.checks import check_whole
 from quasar_lab.cost_model import Machine, StepWork, expected_tokens, predict_step, step_work
-from quasar_lab.draft import check_whole
 
 
 def batch_step(work: StepWork, machine: Machine, batch: int, tokens: int = 1) -> float:
