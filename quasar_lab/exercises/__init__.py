@@ -41,6 +41,8 @@ _HOME: dict[str, str] = {
     "largest_free_batch": "serving",
     "equal_bytes_keep": "pruning",
     "one_draft_acceptance": "pruning",
+    "implied_step_cost": "reproduction",
+    "other_denominator": "reproduction",
 }
 
 
