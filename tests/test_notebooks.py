@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quasar_lab import exercises
-from quasar_lab.course import LESSONS, START_PAGE
+from quasar_lab.course import LESSONS, START_PAGE, navigation
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -48,10 +48,11 @@ def test_there_are_notebooks() -> None:
 def test_the_map_names_every_notebook() -> None:
     start = markdown(FOLDER / f"{START_PAGE}.ipynb")
     stems = [lesson.stem for lesson in LESSONS]
-    assert {path.stem for path in LESSON_FILES} <= set(stems)
+    assert [path.stem for path in LESSON_FILES] == stems
     for lesson in LESSONS:
         row = f"| {lesson.number} | [{lesson.title}]({lesson.stem}.ipynb) | {lesson.shows} |"
         assert f"{row} {lesson.minutes} min |" in start
+        assert f"(notebooks/{lesson.stem}.ipynb)" in (FOLDER.parent / "README.md").read_text()
 
 
 def test_every_exercise_belongs_to_one_notebook() -> None:
@@ -87,8 +88,7 @@ class TestNotebook:
 
     def test_links_resolve(self, path: Path) -> None:
         for link in re.findall(r"\]\(([^)#\s]+)", markdown(path)):
-            # the map is written before its notebooks are
-            if not link.startswith("http") and (path.stem != START_PAGE or "/" in link):
+            if not link.startswith("http"):
                 assert (path.parent / link).exists(), link
 
 
@@ -112,8 +112,7 @@ class TestCourse:
 
     def test_begins_and_ends_with_the_same_links(self, path: Path) -> None:
         for cell in (cells(path)[0], cells(path)[-1]):
-            last = source(cell).splitlines()[-1]
-            assert f"[Map]({START_PAGE}.ipynb) | [Glossary](../docs/glossary.md)" in last
+            assert source(cell).splitlines()[-1] == navigation(path.stem)
 
     def test_has_two_or_three_exercises_that_are_solved(self, path: Path) -> None:
         asked = checked(path)
