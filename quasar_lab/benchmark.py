@@ -86,7 +86,6 @@ def run_benchmark(
     engine: str = "auto",
     results: str | Path | RowStore | None = None,
     peers: Sequence[PeerProcess] = (),
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Run every method on every prompt; one row a generation.
 

@@ -108,16 +108,27 @@ class Fold:
         self, name: str, module: nn.Module, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "N K"], Tensor | None]:
         """(weight [N, K], bias [N] or None) of a linear after folding, new tensors."""
-        weight = weight_matrix(module).detach().to(dtype, copy=True)
+        return self.rows(name, module, 0, len(weight_matrix(module)), dtype)
+
+    def rows(
+        self, name: str, module: nn.Module, first: int, last: int, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "rows K"], Tensor | None]:
+        """The outputs `first` to `last` of `linear`: (weight [rows, K], bias [rows] or None)."""
+        matrix = weight_matrix(module).detach()
+        weight = matrix[first:last].to(dtype, copy=True)
         bias = parameter(module, "bias")
-        bias = None if bias is None else bias.detach().to(dtype, copy=True)
+        bias = None if bias is None else bias.detach()[first:last].to(dtype, copy=True)
         if name in self.multiply:
             weight *= self.multiply[name].to(weight)
         if name in self.divide:
+            # s belongs to the last outputs; of these rows, to those from `start` on
             s = self.divide[name].to(weight)
-            weight[-len(s) :] /= s[:, None]
+            offset = len(matrix) - len(s)
+            start = max(offset - first, 0)
+            s = s[max(first - offset, 0) : max(last - offset, 0)]
+            weight[start:] /= s[:, None]
             if bias is not None:
-                bias[-len(s) :] /= s
+                bias[start:] /= s
         return weight, bias
 
     @torch.no_grad()

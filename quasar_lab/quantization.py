@@ -7,6 +7,7 @@ the other, and never holds more than the result plus one layer.
 """
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,12 @@ from quasar_lab.mixed_precision import meet_budget
 from quasar_lab.quantization_report import QuantizationRecord, quantization_report, report_table
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.smoothing_plan import choose_scales
-from quasar_lab.structure import as_module, linear_layers, matches, weight_matrix
+from quasar_lab.structure import as_module, linear_layers, matches, parameter, weight_matrix
 
 __all__ = ["QuantizationConfig", "W8A8Linear", "quantization_report", "quantize"]
+
+# Of a linear's rows, rounded one after the other.
+_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +160,26 @@ def quantize(
 
 
 def quantize_linear(name: str, module: nn.Module, fold: Fold, smoothing: str) -> W8A8Linear:
-    """One linear, folded and rounded."""
-    weight, bias = fold.linear(name, module)
-    qweight, weight_scale = int8_gemm.quantize_weight(weight)
-    if bias is not None:
-        bias = bias.to(weight_matrix(module).dtype)
+    """One linear, folded and rounded a part of its rows at a time: rounding works on several
+    float32 copies, which of a whole bfloat16 matrix would be larger than its layer."""
+    matrix, bias = weight_matrix(module), None
+    qweight = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+    weight_scale = torch.empty(len(matrix), device=matrix.device)
+    if parameter(module, "bias") is not None:
+        bias = torch.empty(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    edges = [len(matrix) * part // _PARTS for part in range(_PARTS + 1)]
+    for first, last in itertools.pairwise(edges):
+        weight, folded_bias = fold.rows(name, module, first, last, torch.float32)
+        qweight[first:last], weight_scale[first:last] = int8_gemm.quantize_weight(weight)
+        if bias is not None and folded_bias is not None:
+            bias[first:last] = folded_bias
     return W8A8Linear(qweight, weight_scale, bias, smoothing=smoothing).train(module.training)
 
 
 def _check_finite(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.named_parameters():
         # the two extremes propagate NaN and Inf, and need no mask as large as the weight
-        if not all(map(torch.isfinite, torch.aminmax(parameter.detach()))):
+        if not all(map(torch.isfinite, torch.aminmax(tensor.detach()))):
             module, _, kind = name.rpartition(".")
             raise UserError(f"{module}: NaN or Inf in its {kind}, cannot quantise the model")
 

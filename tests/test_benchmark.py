@@ -13,7 +13,7 @@ TASKS = {
     "chat": [Prompt(1, "chat", ("one two one two", "and again")), Prompt(2, "chat", ("abcabc",))],
     "code": [Prompt(3, "code", ("x = x + 1; x = x +",))],
 }
-OPTIONS = dict(tasks=TASKS, max_new_tokens=12, progress=False)
+OPTIONS = dict(tasks=TASKS, max_new_tokens=12)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_every_speculative_method_drafts(rows) -> None:
 
 def test_the_four_cells_are_what_runs_by_default(tiny_language_model) -> None:
     tasks = {"code": TASKS["code"]}
-    rows = run_benchmark(tiny_language_model, tasks=tasks, max_new_tokens=2, progress=False)
+    rows = run_benchmark(tiny_language_model, tasks=tasks, max_new_tokens=2)
     assert tuple(rows["method"]) == FOUR_CELLS
 
 
@@ -101,7 +101,7 @@ def test_a_killed_run_continues_without_loss_or_repetition(tiny_language_model, 
 def test_sampled_runs_take_each_seed_and_greedy_ones_only_the_first(tiny_language_model) -> None:
     rows = run_benchmark(
         tiny_language_model, ["plain"], {"c": TASKS["code"]}, (0.0, 1.0), seeds=(1, 2),
-        max_new_tokens=6, progress=False,
+        max_new_tokens=6,
     )  # fmt: skip
     assert rows[["temperature", "seed"]].to_numpy().tolist() == [[0, 1], [1, 1], [1, 2]]
     assert rows["tokens"][1] != rows["tokens"][2]

@@ -363,10 +363,11 @@ def test_a_model_without_linears():
         quantize("smollm2-135m")
 
 
-def test_peak_memory():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory(dtype):
     """Guards the 8B case: beyond the result at most one layer's weights are ever held."""
     model = tiny_model(
-        "llama", dtype=torch.float32, num_hidden_layers=8, hidden_size=64, intermediate_size=128
+        "llama", dtype=dtype, num_hidden_layers=8, hidden_size=64, intermediate_size=128
     )
     stats = calibrate(model, [IDS], max_sample_tokens=8)
     config = QuantizationConfig("smoothquant", groups=GROUP_KINDS)

@@ -67,7 +67,7 @@ def test_an_unavailable_peer_tells_why(echo, tmp_path) -> None:
 
 
 def test_peers_take_turns_with_the_methods_and_resume(echo, tiny_language_model, tmp_path) -> None:
-    options = dict(tasks=TASKS, max_new_tokens=4, results=tmp_path / "rows.jsonl", progress=False)
+    options = dict(tasks=TASKS, max_new_tokens=4, results=tmp_path / "rows.jsonl")
     with PeerProcess(PEERS["llama_cpp_lookup"], echo) as peer:
         rows = run_benchmark(tiny_language_model, ["ngram"], peers=[peer], **options)
         assert list(rows["method"]) == ["plain", "ngram", "llama_cpp_lookup"]
@@ -75,7 +75,7 @@ def test_peers_take_turns_with_the_methods_and_resume(echo, tiny_language_model,
         again = run_benchmark(tiny_language_model, ["ngram"], peers=[peer], **options)
     assert again["tokens"].tolist() == rows["tokens"].tolist()
     with pytest.raises(UserError, match="temperature 0 only"):
-        run_benchmark(tiny_language_model, ["plain"], TASKS, (0.5,), peers=[peer], progress=False)
+        run_benchmark(tiny_language_model, ["plain"], TASKS, (0.5,), peers=[peer])
     table = throughput_table(rows)
     assert table.loc["llama_cpp_lookup", "label"] == "llama.cpp Q8_0, prompt lookup"
     assert np.isnan(table.loc["llama_cpp_lookup", "L"]) and table.loc["plain", "L"] == 1
