@@ -14,6 +14,7 @@ With L tokens a verification step and r = t(verify) / t(plain), the speedup is S
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -25,6 +26,10 @@ from quasar_lab.model_shapes import ModelShape
 from quasar_lab.roofline import BYTES_PER_WEIGHT
 
 _SCALE_BYTES = 4  # of an INT8 row
+_GROUP, _GROUP_SCALE_BYTES = 128, 2  # weights rounded to 4 bits share a 16-bit scale in groups
+
+# What a model can be priced in: the formats that are measured, and weights of 4 bits.
+FORMAT_BYTES: Mapping[str, float] = MappingProxyType({"INT4": 0.5, **BYTES_PER_WEIGHT})
 
 # How sharp the corner between reading and computing is: 1 would add them, infinity take the larger.
 SHARPNESS = 3.0
@@ -37,7 +42,7 @@ def together(reading: float, computing: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How fast a machine reads and computes, for each format ("INT8", "bf16", "fp32").
+    """How fast a machine reads and computes, for each format ("INT4", "INT8", "bf16", "fp32").
 
     read_rate: bytes a second; operation_rate: operations a second of products; attention_rate:
     those of the attention (None: as products in the cache's format); layer_seconds: what a step
@@ -53,8 +58,8 @@ class Machine:
     def __post_init__(self) -> None:
         for what in ("read_rate", "operation_rate"):
             for kind, value in getattr(self, what).items():
-                if kind not in BYTES_PER_WEIGHT:
-                    known = ", ".join(BYTES_PER_WEIGHT)
+                if kind not in FORMAT_BYTES:
+                    known = ", ".join(FORMAT_BYTES)
                     raise UserError(f"{what} has the format {kind!r}: choose from {known}")
                 if not value > 0:
                     raise UserError(f"{what} of {kind} is {value!r}: it must be positive")
@@ -95,13 +100,14 @@ class StepWork:
 
     def __post_init__(self) -> None:
         for what in ("layers", "head", "cache"):
-            if getattr(self, what) not in BYTES_PER_WEIGHT:
-                known = ", ".join(BYTES_PER_WEIGHT)
+            if getattr(self, what) not in FORMAT_BYTES:
+                known = ", ".join(FORMAT_BYTES)
                 raise UserError(f"{what} is {getattr(self, what)!r}: choose from {known}")
         check_whole("context", self.context, low=0)
 
     def _weight_bytes(self, kind: str, weights: int, rows: int) -> int:
-        return weights * BYTES_PER_WEIGHT[kind] + (rows * _SCALE_BYTES if kind == "INT8" else 0)
+        scales = {"INT8": rows * _SCALE_BYTES, "INT4": weights // _GROUP * _GROUP_SCALE_BYTES}
+        return int(weights * FORMAT_BYTES[kind]) + scales.get(kind, 0)
 
     @property
     def layer_bytes(self) -> int:
@@ -116,14 +122,15 @@ class StepWork:
         """Keys and values of all tokens in the cache."""
         shape = self.shape
         numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim * self.context
-        return numbers * BYTES_PER_WEIGHT[self.cache]
+        return int(numbers * FORMAT_BYTES[self.cache])
 
     @property
     def bytes(self) -> StepBytes:
         """All that a step reads, as `memory_wall.bytes_per_step` counts it; norms are left out."""
         parts = ((self.layers, self.layer_bytes), (self.head, self.head_bytes))
-        int8 = sum(size for kind, size in parts if kind == "INT8")
-        return StepBytes(int8, self.layer_bytes + self.head_bytes - int8, self.cache_bytes)
+        quantized = sum(size for kind, size in parts if kind in ("INT4", "INT8"))
+        high_precision = self.layer_bytes + self.head_bytes - quantized
+        return StepBytes(quantized, high_precision, self.cache_bytes)
 
     @property
     def attention_operations(self) -> int:
@@ -151,8 +158,8 @@ def step_work(
     return StepWork(ModelShape.of(model), layers, head, cache, context)
 
 
-def predict_step(work: StepWork, machine: Machine, tokens: int = 1) -> float:
-    """Seconds of a step of so many tokens."""
+def step_parts(work: StepWork, machine: Machine, tokens: int = 1) -> dict[str, float]:
+    """Seconds that each part of a step of so many tokens takes; "beside" is the overhead."""
     check_whole("tokens", tokens)
     shape = work.shape
 
@@ -160,12 +167,19 @@ def predict_step(work: StepWork, machine: Machine, tokens: int = 1) -> float:
         reads, computes = machine.rates(kind)
         return together(num_bytes / reads, tokens * operations / (rate or computes))
 
-    return (
-        part(work.layers, work.layer_bytes, 2 * shape.layer_weights)
-        + part(work.head, work.head_bytes, 2 * shape.head_weights)
-        + part(work.cache, work.cache_bytes, work.attention_operations, machine.attention_rate)
-        + shape.layers * machine.layer_seconds
-    )
+    return {
+        "layers": part(work.layers, work.layer_bytes, 2 * shape.layer_weights),
+        "output layer": part(work.head, work.head_bytes, 2 * shape.head_weights),
+        "attention": part(
+            work.cache, work.cache_bytes, work.attention_operations, machine.attention_rate
+        ),
+        "beside": shape.layers * machine.layer_seconds,
+    }
+
+
+def predict_step(work: StepWork, machine: Machine, tokens: int = 1) -> float:
+    """Seconds of a step of so many tokens."""
+    return sum(step_parts(work, machine, tokens).values())
 
 
 def expected_tokens(acceptance: float, draft_tokens: int) -> float:

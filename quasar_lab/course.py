@@ -62,7 +62,7 @@ LESSONS = (
     Lesson(
         "05_quasar",
         "Quasar",
-        "verification by the INT8 model: four cells, two terms, and a lossless mode",
+        "verification by the INT8 model: four cells, two terms, a lossless mode; a what-if panel",
         35,
         memory_gigabytes=4,
     ),

@@ -22,15 +22,15 @@ from quasar_lab.timing import time_interleaved
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one step reads: INT8 weights with their scales, other weights, KV cache."""
+    """Bytes that one step reads: rounded weights with their scales, other weights, KV cache."""
 
-    int8: int
+    quantized: int
     high_precision: int
     kv_cache: int
 
     @property
     def total(self) -> int:
-        return self.int8 + self.high_precision + self.kv_cache
+        return self.quantized + self.high_precision + self.kv_cache
 
 
 def bytes_per_step(model: Any, context: int = 0) -> StepBytes:
@@ -41,17 +41,17 @@ def bytes_per_step(model: Any, context: int = 0) -> StepBytes:
     """
     if context < 0:
         raise UserError(f"context is {context}: it must be 0 tokens or more")
-    int8 = high = 0
+    quantized = high = 0
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in own)
         if isinstance(module, W8A8Linear):
-            int8 += size
+            quantized += size
         else:
             high += size
-    return StepBytes(int8, high, context * _kv_bytes_per_token(model))
+    return StepBytes(quantized, high, context * _kv_bytes_per_token(model))
 
 
 def _kv_bytes_per_token(model: Any) -> int:

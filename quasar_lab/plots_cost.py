@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from quasar_lab.plots import MARKERS, _figure, style
+from quasar_lab.what_if import PARTS
 
 _PALETTE = sns.color_palette("colorblind")
 
@@ -81,4 +82,53 @@ def plot_speedups(tables: Mapping[str, pd.DataFrame]) -> Figure:
         axes.set_xlabel("tokens drafted a step (0: none)")
         axes.set_ylabel("times plain decoding")
         figure.legend(loc="outside lower center", ncols=2, fontsize=10)
+    return figure
+
+
+def _draw_parts(axes: Axes, table: pd.DataFrame) -> None:
+    """A bar a row, made of the milliseconds of its step: shades and hatches tell parts apart."""
+    shades, hatches = sns.light_palette("0.25", len(PARTS)), ("", "//", "..", "xx", "\\\\")
+    left = pd.Series(0.0, table.index)
+    for part, shade, hatch in zip(PARTS, shades, hatches, strict=True):
+        axes.barh(
+            range(len(table)), table[part], left=left, color=shade, hatch=hatch, height=0.6,
+            edgecolor="0.35", lw=0.7, label=part,
+        )  # fmt: skip
+        left += table[part]
+    for place, (total, length) in enumerate(zip(table["step_ms"], table["L"], strict=True)):
+        text = f" {total:.3g} ms for {length:.2f} tokens"
+        axes.annotate(text, (0, place - 0.33), va="bottom", fontsize=10)
+    axes.set_yticks(range(len(table)), table.index)
+    axes.set_ylim(len(table) - 0.5, -0.75)
+    axes.set_xlim(0, 1.05 * table["step_ms"].max())
+    axes.grid(visible=False)
+    axes.set_xlabel("milliseconds of a step")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=3, fontsize=9, frameon=False)
+
+
+def plot_scenarios(table: pd.DataFrame, curves: Mapping[str, pd.Series]) -> Figure:
+    """Where the time of a step goes, and the speedup over plain decoding for each draft length.
+
+    table: from `what_if.price_scenarios`; curves: name -> speedup by draft length, for those of its
+    rows that draft. A large marker stands at the length of the row.
+    """
+    with style():
+        figure = Figure(figsize=(11.4, 4.6), layout="constrained")
+        parts, speed = figure.subplots(1, 2, width_ratios=[1, 1])
+        _draw_parts(parts, table)
+        for i, (name, curve) in enumerate(curves.items()):
+            speedup = table.loc[name, "speedup"]
+            at = (curve - speedup).abs().idxmin()
+            line = ("-", "--", ":")[i % 3]  # where two are equal the earlier can still be seen
+            speed.plot(curve.index, curve, color=_PALETTE[i], ls=line, lw=2.2)
+            speed.plot(
+                [at], [speedup], color=_PALETTE[i], marker=MARKERS[i], ms=13 - 2 * i, lw=2.2,
+                ls=line, zorder=3 + i, mec="white", label=f"{name}: {speedup:.2f}x",
+            )  # fmt: skip
+        speed.axhline(1, color="0.35", lw=1, ls=":")
+        speed.set_ylim(0, None)
+        speed.set_xlabel("tokens drafted a step (0: none)")
+        speed.set_ylabel("times plain 16-bit decoding")
+        speed.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9,
+                     frameon=False)  # fmt: skip
     return figure

@@ -51,7 +51,7 @@ def test_bytes_of_an_int8_model_count_its_scales(skip: tuple[str, ...]) -> None:
     )
     work = step_work(quantized, "INT8", "fp32" if skip else "INT8", "fp32")
     counted = bytes_per_step(quantized)
-    assert work.bytes.int8 == counted.int8
+    assert work.bytes.quantized == counted.quantized
     scales = sum(m.weight_scale.numel() * 4 for m in quantized.modules() if hasattr(m, "qweight"))
     assert work.bytes.total == counted.total - (vectors(quantized) - scales)
 

@@ -13,7 +13,7 @@ def test_bytes_of_full_precision_are_those_of_all_weights_but_the_embedding(tiny
     weights = sum(p.numel() for p in tiny_llama.parameters())  # a tied tensor is listed once
     buffers = sum(b.numel() * b.element_size() for b in tiny_llama.buffers())
     read = bytes_per_step(tiny_llama)
-    assert (read.int8, read.kv_cache) == (0, 0)
+    assert (read.quantized, read.kv_cache) == (0, 0)
     assert read.high_precision == weights * 8 + buffers and read.total == read.high_precision
     untied = tiny_model("llama_untied")
     embedding = untied.get_input_embeddings().weight.numel()
@@ -30,7 +30,7 @@ def test_bytes_of_int8_linears_are_one_a_weight_and_four_a_row(tiny_llama) -> No
     ]
     expected = sum(linear.weight.numel() + 4 * linear.out_features for linear in linears)
     read, full = bytes_per_step(quantized), bytes_per_step(tiny_llama)
-    assert read.int8 == expected
+    assert read.quantized == expected
     saved = sum(linear.weight.numel() * 8 for linear in linears)
     assert read.high_precision == full.high_precision - saved
 

@@ -26,6 +26,7 @@ from quasar_lab.widgets.panel import Panel
 from quasar_lab.widgets.pruning_explorer import PruningExplorer
 from quasar_lab.widgets.race_panel import RacePanel
 from quasar_lab.widgets.replayer import Replayer
+from quasar_lab.widgets.what_if_panel import WhatIfPanel
 
 RUNS = 10
 
@@ -109,6 +110,16 @@ def cost_calculator(_lab) -> Callable[[], Panel]:
     return make
 
 
+def what_if(_lab) -> Callable[[], Panel]:
+    def make() -> Panel:
+        panel = WhatIfPanel()
+        panel.acceptance.value = 0.6
+        panel.flush()
+        return panel
+
+    return make
+
+
 def pruning_explorer(_lab) -> Callable[[], Panel]:
     table = pd.DataFrame(
         [
@@ -159,7 +170,8 @@ def measured() -> tuple[int, int, int]:
 
 
 WIDGETS = [
-    outlier_explorer, fidelity_explorer, replayer, cost_calculator, pruning_explorer, race, runner,
+    outlier_explorer, fidelity_explorer, replayer, cost_calculator, what_if, pruning_explorer, race,
+    runner,
 ]  # fmt: skip
 
 
