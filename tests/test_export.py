@@ -1,5 +1,6 @@
 """Ours -> checkpoint -> transformers, and LLM Compressor's checkpoints -> ours."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ import compressed_tensors.quantization.lifecycle.forward as emulation
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationArgs, apply_quantization_config
 from compressed_tensors.quantization import QuantizationConfig as FormatConfig
-from compressed_tensors.quantization import apply_quantization_config
 from safetensors.torch import load_file
 from tiny_checkpoints import write_folder
 from tiny_models import FAMILIES
@@ -21,6 +22,7 @@ from quasar_lab import (
     UserError,
     calibrate,
     export_compressed_tensors,
+    int8_gemm,
     load,
     load_compressed_tensors,
     quantize,
@@ -59,6 +61,34 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.fixture
+def emulated(monkeypatch) -> None:
+    """Let the lab's linears compute as transformers does: by compressed-tensors, in floats."""
+    step = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
+
+    def forward(self, x):
+        scale, zero = emulation.compute_dynamic_scales_and_zp(x, step, self)
+        weight = self.qweight * self.weight_scale[:, None].to(x.dtype)
+        return nn.functional.linear(
+            emulation.fake_quantize(x, scale, zero, step), weight, self.bias
+        )
+
+    monkeypatch.setattr(W8A8Linear, "forward", forward)
+
+
+@pytest.fixture
+def in_float64(monkeypatch) -> None:
+    """Let the lab's linears take float64 as it is: the same rule, rounded in float32 elsewhere."""
+
+    def linear(x, qweight, weight_scale, bias, *, backend):
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        integers = (x / torch.where(scale > 0, scale, 1.0)).round()
+        assert bias is None
+        return integers @ qweight.double().T * scale * weight_scale.double()
+
+    monkeypatch.setattr(int8_gemm, "w8a8_linear", linear)
+
+
+@pytest.fixture
 def engine_step(monkeypatch) -> None:
     """Let compressed-tensors round activations as engines and the lab do.
 
@@ -79,7 +109,31 @@ def tiny(tmp_path_factory):
     return load(write_folder(folder, max_position_embeddings=4096))
 
 
+@pytest.fixture(scope="module")
+def default_w8a8(real_model, tmp_path_factory) -> tuple[nn.Module, Path]:
+    """(the default model in W8A8, its checkpoint)"""
+    quantized = quantize(real_model.model, config=unsmoothed())
+    folder = tmp_path_factory.mktemp("default") / "w8a8"
+    return quantized, export_compressed_tensors(quantized, folder)
+
+
 class TestRoundTrip:
+    """Two W8A8 models agree in their logits if they round alike. transformers rounds activations
+    in steps of absmax / 127.5, the lab and vLLM in steps of absmax / 127, so one of the two takes
+    the other's rule here; weights, scales and everything else are what was written and read.
+    """
+
+    @pytest.mark.parametrize("family", EXPORTABLE)
+    def test_transformers_as_it_is_has_our_logits(self, family, tmp_path, emulated) -> None:
+        lab = load(write_folder(tmp_path / "base", family))
+        quantized = quantized_of(lab.model)
+        served = AutoModelForCausalLM.from_pretrained(
+            export_compressed_tensors(quantized, tmp_path / "w8a8")
+        )
+        ids = token_ids(lab.model)
+        # the same operations on the same floats: no bit differs
+        assert relative(logits(served, ids), logits(quantized, ids)) < 1e-6
+
     @pytest.mark.parametrize("family", EXPORTABLE)
     def test_transformers_computes_the_same(self, family, tmp_path, engine_step) -> None:
         lab = load(write_folder(tmp_path / "base", family))
@@ -136,13 +190,33 @@ class TestRoundTrip:
         assert torch.equal(logits(imported, ids), logits(quantized, ids))
 
     @pytest.mark.real_model
-    def test_every_linear_of_the_default_model(self, real_model, tmp_path, engine_step) -> None:
-        """Linear by linear on the same inputs: over 30 layers a change in the last bit of a float
-        moves values across rounding boundaries, so whole logits agree with nothing to 1e-2, not
-        even with themselves after such a change.
+    def test_transformers_as_it_is_has_the_logits_of_the_default_model(
+        self, real_model, default_w8a8, emulated
+    ) -> None:
+        quantized, folder = default_w8a8
+        served = AutoModelForCausalLM.from_pretrained(folder)
+        ids = real_model.encode_chat("Explain rain in two sentences.")[None]
+        expected = logits(quantized, ids)
+        assert relative(logits(served, ids), expected) < 1e-6
+        assert relative(logits(real_model.model, ids), expected) > 1e-2
+
+    @pytest.mark.real_model
+    def test_the_default_model_with_our_rule_in_float64(
+        self, real_model, default_w8a8, engine_step, in_float64
+    ) -> None:
+        """In float32 the last bit moves values across rounding boundaries, and 30 layers make a
+        tenth of the logits of it; in float64 no value of these lies that close to one.
         """
-        quantized = quantize(real_model.model, config=unsmoothed())
-        folder = export_compressed_tensors(quantized, tmp_path / "w8a8")
+        quantized, folder = default_w8a8
+        served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        ids = real_model.encode_chat("Explain rain in two sentences.")[None]
+        ours = logits(copy.deepcopy(quantized).double(), ids)
+        assert relative(logits(served, ids), ours) < 1e-6
+
+    @pytest.mark.real_model
+    def test_every_linear_of_the_default_model(self, real_model, default_w8a8, engine_step) -> None:
+        """The lab's own kernels, linear by linear on the same inputs, in float32."""
+        quantized, folder = default_w8a8
         served = AutoModelForCausalLM.from_pretrained(folder)
         ids = real_model.encode_chat("Explain rain in two sentences.")[None]
         logits(served, ids)  # decompresses its weights
