@@ -6,16 +6,20 @@ Exports the default model, serves {full precision, W8A8} x {plain, n-gram} one a
 127.0.0.1 with the commands of `vllm_command`, and for each server
 - runs the endpoint benchmark (the same prompts as everywhere, one and several requests at a time),
 - asks it for the log-probabilities of a text and compares them with the lab's own.
-Then the lab measures its own four methods on the same prompts. Each part is kept in --output and
-not run again: `--only NAME` runs one, so that the parts can be measured at different times. At the
-end the table is printed and written to --figures. The exit code is 1 if a check fails.
+Then transformers runs the checkpoint on every built-in prompt, and its logits are compared with the
+lab's; and the lab measures its own four methods on the servers' prompts. Each part is kept in
+--output and not run again: `--only NAME` runs one, so that the parts can be measured at different
+times. At the end the table is printed and written to --figures. The exit code is 1 if a check
+fails.
 
 The checks. Greedily, n-gram speculation must write what plain decoding writes; where the texts
 part, the two tokens must be a near-tie that rounding decides. In full precision the
 log-probabilities must agree to float32 accuracy. In W8A8 they cannot: a change in the last bit of
 one activation moves values across rounding boundaries, layer after layer. How far the lab's own
 W8A8 model moves when its input is disturbed by one part in ten million is the yardstick: the engine
-may be off by twice that.
+may be off by twice that. transformers rounds activations in steps of absmax / 127.5 where vLLM and
+the lab have absmax / 127, so what it is off by is reported without a limit (tests/test_export.py
+shows that nothing else differs).
 """
 
 import argparse
@@ -35,6 +39,7 @@ import httpx
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from quasar_lab import (
     Endpoint,
@@ -48,6 +53,7 @@ from quasar_lab import (
     vllm_command,
 )
 from quasar_lab.benchmark import quantize_for_benchmark
+from quasar_lab.fidelity import compare_logits
 from quasar_lab.loading import fetch
 from quasar_lab.machine import describe_machine
 from quasar_lab.results import write_atomically
@@ -61,7 +67,8 @@ SERVERS = {
     "w8a8": (True, False, "vLLM, W8A8, plain"),
     "w8a8-ngram": (True, True, "vLLM, W8A8, n-gram"),
 }
-LAB = "lab"
+LAB, TRANSFORMERS = "lab", "transformers"
+PARTS = (*SERVERS, TRANSFORMERS, LAB)
 START_SECONDS = 400
 # relative size of the disturbance: about the last bit of a float32
 DISTURBANCE = 1e-7
@@ -128,13 +135,45 @@ def served_log_probabilities(url: str, model: str, ids: list[int]) -> list[float
 
 
 @torch.no_grad()
-def own_log_probabilities(model: Any, ids: list[int], disturbance: float = 0.0) -> Tensor:
-    """The same by a model of the lab: float32[len(ids) - 1]."""
+def own_logits(model: Any, ids: list[int], disturbance: float = 0.0) -> Tensor:
+    """The logits [len(ids), V] of a model here; its embedded input may be disturbed."""
     x = model.get_input_embeddings()(torch.tensor([ids]))
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    logits = model(inputs_embeds=x * (1 + disturbance * noise)).logits[0, :-1]
+    return model(inputs_embeds=x * (1 + disturbance * noise)).logits[0].float()
+
+
+def own_log_probabilities(model: Any, ids: list[int], disturbance: float = 0.0) -> Tensor:
+    """The same by a model of the lab: float32[len(ids) - 1]."""
     picked = torch.tensor(ids[1:])[:, None]
-    return torch.log_softmax(logits.float(), -1).gather(1, picked)[:, 0]
+    logits = own_logits(model, ids, disturbance)[:-1]
+    return torch.log_softmax(logits, -1).gather(1, picked)[:, 0]
+
+
+def measure_transformers(checkpoint: Path, lab: LanguageModel, quantized: Any) -> dict[str, Any]:
+    """How far from the lab's W8A8 logits those of transformers are, on every built-in prompt.
+
+    Besides, for scale: those of the lab's W8A8 model disturbed, and of the lab in full precision.
+    """
+    served = AutoModelForCausalLM.from_pretrained(checkpoint)
+    others = {
+        "transformers": (served, 0.0),
+        "lab_disturbed_by_1e-7": (quantized, DISTURBANCE),
+        "lab_full_precision": (lab.model, 0.0),
+    }
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in others}
+    for prompt in [prompt for task in TASKS for prompt in load_task(task)]:
+        ids = lab.encode_chat(conversation(prompt)).tolist()
+        own = own_logits(quantized, ids)
+        for name, (model, disturbance) in others.items():
+            logits = own_logits(model, ids, disturbance)
+            relative = (logits - own).norm(dim=1) / own.norm(dim=1)
+            table = compare_logits(own, logits)
+            tables[name].append(table.assign(relative=relative.numpy()))
+    means = {
+        name: pd.concat(rows)[["relative", "kl", "top1_match"]].mean().to_dict()
+        for name, rows in tables.items()
+    }
+    return {"tokens": sum(map(len, tables["transformers"])), **means}
 
 
 def measure_server(name: str, folder: Path, lab: LanguageModel, options: Any) -> dict[str, Any]:
@@ -272,6 +311,7 @@ def judge(results: dict[str, Any], lab: LanguageModel, quantized: Any) -> dict[s
     checks["W8A8 by vLLM against fp32 by the lab (for scale)"] = {
         "mean_deviation": float(off.mean())
     }
+    checks["W8A8: logits, transformers against the lab"] = results[TRANSFORMERS]
     return checks
 
 
@@ -280,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm-python", required=True, help="an interpreter that has vLLM")
-    parser.add_argument("--only", choices=[*SERVERS, LAB], help="measure this part only")
+    parser.add_argument("--only", choices=PARTS, help="measure this part only")
     parser.add_argument("--limit", type=int, default=1, help="prompts a task (default: 1)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
@@ -300,23 +340,25 @@ def main(arguments: list[str] | None = None) -> int:
     # what is served, not the model that it was written from: the import is part of the check
     quantized = load_compressed_tensors(checkpoint).model
     results: dict[str, Any] = {}
-    for name in [*SERVERS, LAB]:
+    for name in PARTS:
         path = options.output / f"{name}.json"
         if not path.exists() and options.only in (None, name):
             if name == LAB:
                 part = measure_lab(lab, quantized, options)
+            elif name == TRANSFORMERS:
+                part = measure_transformers(checkpoint, lab, quantized)
             else:
                 folder = checkpoint if SERVERS[name][0] else fetch()
                 part = measure_server(name, folder, lab, options)
             write_atomically(path, json.dumps(part))
         if path.exists():
             results[name] = json.loads(path.read_text())
-    missing = [name for name in [*SERVERS, LAB] if name not in results]
+    missing = [name for name in PARTS if name not in results]
     if missing:
         print(f"measured: {', '.join(results)}; still to do: {', '.join(missing)}")
         return 0
     checks = judge(results, lab, quantized)
-    table = [row for name in results for row in results[name]["table"]]
+    table = [row for part in results.values() for row in part.get("table", [])]
     figures = {
         "command": "make serving-check",
         "machine": describe_machine(),

@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import serving_check
 
+from quasar_lab import QuantizationConfig, export_compressed_tensors, load_task, quantize
+
 
 def text(tokens: list[int], **more) -> dict:
     return {"question": "q 1", "prompt": [5, 6, 7], "tokens": tokens, **more}
@@ -40,13 +42,29 @@ def test_a_server_is_compared_token_by_token(tiny_llama) -> None:
     assert (yardstick < 1e-4).all()  # full precision does not amplify a disturbance of 1e-7
 
 
+def test_transformers_is_compared_on_every_prompt(
+    tiny_language_model, tmp_path, monkeypatch
+) -> None:
+    lab, prompts = tiny_language_model, load_task("gsm8k", 2)
+    monkeypatch.setattr(serving_check, "TASKS", {"t": ""})
+    monkeypatch.setattr(serving_check, "load_task", lambda task: prompts)
+    quantized = quantize(lab.model, None, QuantizationConfig(smoothing="none"))
+    checkpoint = export_compressed_tensors(quantized, tmp_path / "w8a8")
+    found = serving_check.measure_transformers(checkpoint, lab, quantized)
+    assert found["tokens"] == sum(len(lab.encode_chat(prompt.turns[0])) for prompt in prompts)
+    # another step of activations, the last bit, and rounding as a whole
+    assert 1e-3 < found["transformers"]["relative"] < 0.3
+    assert found["lab_disturbed_by_1e-7"]["relative"] < found["transformers"]["relative"]
+    assert 0 < found["lab_full_precision"]["kl"] < 1
+
+
 def test_a_wrong_engine_fails(tiny_llama, monkeypatch) -> None:
     """The check must be able to fail: another text, and log-probabilities that are off."""
     ids = [5, 6, 7, 11, 12]
     right = serving_check.own_log_probabilities(tiny_llama, ids).tolist()
     lab = type("Lab", (), {"model": tiny_llama})
     good, bad = text([11, 12], log_probabilities=right), text([12, 11])
-    results = {name: {"texts": [good]} for name in serving_check.SERVERS}
+    results = {name: {"texts": [good]} for name in serving_check.PARTS}
     checks = serving_check.judge(results, lab, tiny_llama)
     assert all(check.get("passed", True) for check in checks.values())
     results["fp32-ngram"] = {"texts": [bad]}
