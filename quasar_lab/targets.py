@@ -145,7 +145,7 @@ class RollbackCache(Cache):
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values [1, heads, capacity, head_dim]; `keys` and `values` view the used part."""
+    """Keys and values [1, heads, capacity, head_dim]; what is read are views of the used part."""
 
     def __init__(self) -> None:
         super().__init__()

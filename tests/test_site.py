@@ -1,5 +1,7 @@
 """The site: alive without a network, and no link that leads nowhere."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,6 +94,18 @@ def test_faults_are_found(small_site, addition: str, fault: str) -> None:
     page.write_text(page.read_text().replace("</main>", addition + "</main>"))
     [found] = pages.check_links(small_site)
     assert fault in found
+
+
+def test_links_of_the_api_reference_lead_somewhere(tmp_path) -> None:
+    """Guards `make site`: it failed at its end over names that pdoc links but does not show."""
+    code = "import sys, pathlib, build_site; build_site.write_reference(pathlib.Path(sys.argv[1]))"
+    place = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "website")])
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "api")], check=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": place},
+    )  # fmt: skip
+    (tmp_path / "index.html").touch()
+    assert pages.check_links(tmp_path) == []
 
 
 @pytest.mark.browser
