@@ -40,7 +40,8 @@ def best(acceptance, step_ms):
         (lambda a, t: best(a, t) + 1, "wrong", "not the number of tokens fed"),
         (lambda a, t: len(t) - 1, "wrong", "the longest"),
         (lambda a, t: t.index(min(t)), "wrong", "the cheapest step"),
-        (lambda a, t: [1], "wrong", "one whole number"),
+        (lambda a, t: 1.5, "wrong", "one whole number"),
+        (lambda a, t: [1], "wrong", "Return one number"),
         (lambda a, t: None, "open", ""),
     ],
 )

@@ -8,8 +8,13 @@ look at. An unanswered exercise is no error: "Run all" goes through an untouched
 import html
 import importlib
 import inspect
+import math
+import sysconfig
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from quasar_lab.errors import UserError
 
@@ -44,6 +49,8 @@ _HOME: dict[str, str] = {
     "implied_step_cost": "reproduction",
     "other_denominator": "reproduction",
 }
+# those that are answered by values; the others want a function
+_VALUES = {"acceptance_by_hand", "dead_channel", "whose_distribution"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +90,28 @@ def check(name: str, answer: object) -> Feedback:
         raise UserError(f"there is no exercise {name!r}: choose from {', '.join(_HOME)}")
     if answer is None or answer is ...:
         return Feedback(name, "open", "Not answered yet: replace the `...` and run the cell again.")
+    if name not in _VALUES and not callable(answer):
+        return Feedback(
+            name,
+            "wrong",
+            f'Hand in the function itself, check("{name}", its_name): this is {shown(answer)}, '
+            "perhaps what it returned.",
+        )
     module = importlib.import_module(f"quasar_lab.exercises.{_HOME[name]}")
     judge: Callable[[object], str | None] = getattr(module, name)
     try:
         wrong = judge(answer)
     except NotAnsweredError:
-        return Feedback(name, "open", "Not answered yet: the function still returns nothing.")
-    except Exception as error:  # the learner's code may fail in any way
-        place = _line_of(error)
-        return Feedback(
-            name, "wrong", f"Your code stopped with {type(error).__name__}: {error}{place}"
+        still = (
+            "a part of it is still `...`"
+            if name in _VALUES
+            else "the function still returns nothing"
         )
+        return Feedback(name, "open", f"Not answered yet: {still}.")
+    except WrongError as error:
+        return Feedback(name, "wrong", str(error))
+    except Exception as error:  # the learner's code may fail in any way
+        return Feedback(name, "wrong", _what_stopped(error))
     if wrong is None:
         return Feedback(name, "right", (inspect.getdoc(judge) or "").split("\n")[0])
     return Feedback(name, "wrong", wrong)
@@ -110,11 +128,45 @@ def answered(value: object) -> object:
     return value
 
 
-def _line_of(error: Exception) -> str:
-    """Where in the learner's own cell it happened, if there."""
-    for frame in (
-        reversed(inspect.getinnerframes(error.__traceback__)) if error.__traceback__ else ()
-    ):
-        if "quasar_lab" not in frame.filename and frame.code_context:
-            return f" (in the line `{frame.code_context[0].strip()}`)"
-    return ""
+class WrongError(Exception):
+    """Raised inside a judge: its text says what is wrong with the answer."""
+
+
+def number(value: object, if_nan: str = "That is no number.") -> float:
+    """What a learner's function returned, as a finite float; anything else is wrong.
+
+    if_nan: why it may have become one.
+    """
+    found: Any = answered(value)
+    try:
+        if isinstance(found, str | bytes | bool):
+            raise TypeError
+        given = float(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise WrongError(f"Return one number: you return {shown(found)}.") from None
+    if math.isnan(given):
+        raise WrongError(f"You return nan. {if_nan}")
+    if math.isinf(given):
+        raise WrongError(f"You return {given}: the answer is finite.")
+    return given
+
+
+def shown(value: object) -> str:
+    """A value in an article, its kind and, if short, itself."""
+    kind = type(value).__name__
+    text = " ".join(repr(value).split())
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" + (f", {text}" if len(text) < 60 else "")
+
+
+_LIBRARIES = [Path(__file__).parents[1], *map(Path, sysconfig.get_paths().values())]
+
+
+def _what_stopped(error: Exception) -> str:
+    """The error with the learner's own line, or what it says of an answer that cannot be read."""
+    said = f"{type(error).__name__}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _LIBRARIES):
+            return f"Your code stopped with {said} (in the line `{frame.line}`)"
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return f"Your function must take the arguments that the exercise gives it ({said})."
+    return f"What your function returned cannot be read ({said})."

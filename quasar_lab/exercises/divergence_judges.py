@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import number
 
 _P, _Q = (0.7, 0.2, 0.1), (0.5, 0.3, 0.2)
 _P_ZERO, _Q_ZERO = (0.5, 0.5, 0.0), (0.25, 0.5, 0.25)
+_NOTHING = "A token that p rules out adds nothing: p log p goes to 0 with p."
 
 
 def _kl(p: tuple[float, ...], q: tuple[float, ...]) -> float:
@@ -19,7 +20,7 @@ def _tv(p: tuple[float, ...], q: tuple[float, ...]) -> float:
 
 def kl_by_hand(answer: Any) -> str | None:
     """Right: each token's surprise under q instead of p, weighted by how often p says it."""
-    given = float(answered(answer(list(_P), list(_Q))))  # type: ignore[arg-type]
+    given = number(answer(list(_P), list(_Q)))
     right = _kl(_P, _Q)
     said = f"For p = {_P} and q = {_Q} you give {given:.4g}, not {right:.4f}."
     if not math.isclose(given, right, rel_tol=1e-3):
@@ -40,19 +41,16 @@ def kl_by_hand(answer: Any) -> str | None:
             if math.isclose(given, value, rel_tol=1e-3):
                 return f"{said} {hint}"
         return f"{said} KL(p||q) is the sum of p * log(p / q)."
-    given = float(answer(list(_P_ZERO), list(_Q_ZERO)))
+    given = number(answer(list(_P_ZERO), list(_Q_ZERO)), _NOTHING)
     if not math.isclose(given, _kl(_P_ZERO, _Q_ZERO), rel_tol=1e-3):
-        return (
-            f"For p = {_P_ZERO} you give {given:.4g}. A token that p rules out adds nothing: "
-            "p log p goes to 0 with p."
-        )
+        return f"For p = {_P_ZERO} you give {given:.4g}. {_NOTHING}"
     return None
 
 
 def acceptance_from_tv(answer: Any) -> str | None:
     """Right: what two distributions share, the sum of min(p, q), is what passes the test."""
     for p, q in ((_P, _Q), (_P_ZERO, _Q_ZERO), (_P, _P)):
-        given = float(answered(answer(list(p), list(q))))  # type: ignore[arg-type]
+        given = number(answer(list(p), list(q)))
         tv = _tv(p, q)
         if math.isclose(given, 1 - tv, rel_tol=1e-3):
             continue

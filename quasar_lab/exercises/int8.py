@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import answered, number
 from quasar_lab.int8_gemm.reference import quantize_activation
 from quasar_lab.roofline import break_even_rows
 
@@ -132,8 +132,7 @@ def int8_break_even(answer: Any) -> str | None:
     """Right: reading a weight takes bytes / bandwidth, its M rows 2 M / rate: equal at this M."""
     # numbers for which each mistake gives another value
     rate, bandwidth, size = 4e11, 2e10, 8.0
-    given: Any = answered(answer(rate, bandwidth, size))
-    found = float(given)
+    found = number(answer(rate, bandwidth, size))
     right = break_even_rows(rate, bandwidth, size)
     case = f"For {rate:g} operations/s, {bandwidth:g} bytes/s and {size:g} bytes a weight"
     mistakes = {
@@ -148,7 +147,7 @@ def int8_break_even(answer: Any) -> str | None:
         if abs(found - value) < 1e-9 * max(value, 1):
             return f"{case} you give {found:g}: {reason}"
     for arguments in ((rate, bandwidth, size), (2e15, 4.8e12, 1.0), (1e15, 4.8e12, 2.0)):
-        found = float(answer(*arguments))
+        found = number(answer(*arguments))
         # a learner may round to a whole number of rows
         if abs(found - (right := break_even_rows(*arguments))) > 1:
             return "For {:g} operations/s, {:g} bytes/s and {:g} bytes a weight".format(
@@ -162,21 +161,20 @@ def int8_largest_k(answer: Any) -> str | None:
     for bits, magnitude in ((32, 128), (32, 127), (16, 127), (16, 128)):
         largest = 2 ** (bits - 1) - 1
         right = largest // magnitude**2
-        found: Any = answered(answer(bits, magnitude))
-        if found == right and float(found) == int(found):
+        found = number(answer(bits, magnitude))
+        if found == right:
             continue
-        case = f"largest_k({bits}, {magnitude}) is {found!r}"
-        value = float(found)
-        if value == (2**bits - 1) // magnitude**2 or value == 2**bits // magnitude**2:
+        case = f"largest_k({bits}, {magnitude}) is {found:,.10g}"
+        if found == (2**bits - 1) // magnitude**2 or found == 2**bits // magnitude**2:
             return f"{case}: one of the {bits} bits is the sign, so sums only reach {largest:,}."
-        if value == right + 1 and (largest + 1) % magnitude**2 == 0:
+        if found == right + 1 and (largest + 1) % magnitude**2 == 0:
             return (
                 f"{case}: that many products of {magnitude} x {magnitude} sum to {largest + 1:,}, "
                 f"and the largest number of {bits} bits is {largest:,}. The minus one decides."
             )
-        if value == largest // magnitude:
+        if found == largest // magnitude:
             return f"{case}: the worst product is magnitude times magnitude, not magnitude alone."
-        if right < value < right + 1:
+        if right < found < right + 1:
             return f"{case}: K is a whole number, rounded down (use //)."
         return (
             f"{case}: every product can be {magnitude} x {magnitude} = {magnitude**2:,}, and K of "

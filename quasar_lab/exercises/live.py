@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import number
 
 _EXACT = 1e-6
 
@@ -11,7 +11,7 @@ _EXACT = 1e-6
 def total_not_mean(answer: Any) -> str | None:
     """Right: all tokens over all seconds; a mean of rates would favour the quick steps."""
     for tokens, seconds in (([1, 6, 1, 2], [0.01, 0.02, 0.01, 0.015]), ([3, 1], [0.5, 0.1])):
-        given = float(answered(answer(list(tokens), list(seconds))))  # type: ignore[arg-type]
+        given = number(answer(list(tokens), list(seconds)))
         right = sum(tokens) / sum(seconds)
         if math.isclose(given, right, rel_tol=_EXACT):
             continue
@@ -33,7 +33,7 @@ def total_not_mean(answer: Any) -> str | None:
 def lead_in_seconds(answer: Any) -> str | None:
     """Right: the text's length over each speed, and the difference between the two."""
     for num_tokens, plain_speed, speedup in ((600, 60.0, 3.0), (128, 20.0, 0.8)):
-        given = float(answered(answer(num_tokens, plain_speed, speedup)))  # type: ignore[arg-type]
+        given = number(answer(num_tokens, plain_speed, speedup))
         right = num_tokens / plain_speed * (1 - 1 / speedup)
         if math.isclose(given, right, rel_tol=_EXACT):
             continue

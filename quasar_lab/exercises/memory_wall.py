@@ -1,11 +1,10 @@
 """The exercises on the memory wall: what the cache adds, and how long a draft should be."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from quasar_lab.cost_model import expected_tokens
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import number
 
 _EXACT = 1e-6
 
@@ -13,7 +12,7 @@ _EXACT = 1e-6
 def kv_cache_bytes(answer: Any) -> str | None:
     """Right: a key and a value for each token, layer and KV head, and nothing for query heads."""
     for layers, kv_heads, head_dim, context, size in ((36, 8, 128, 4096, 4), (30, 3, 64, 200, 2)):
-        given = float(answered(answer(layers, kv_heads, head_dim, context, size)))  # type: ignore[arg-type]
+        given = number(answer(layers, kv_heads, head_dim, context, size))
         right = 2.0 * layers * kv_heads * head_dim * context * size
         if math.isclose(given, right, rel_tol=_EXACT):
             continue
@@ -43,15 +42,15 @@ def best_draft_length(answer: Any) -> str | None:
         (0.9, flat_then_steep),
         (0.1, (10.0, 12.0, 14.0, 16.0)),
     ):
-        given = answered(answer(acceptance, list(step_ms)))
+        given = number(answer(acceptance, list(step_ms)))
         speeds = [expected_tokens(acceptance, k) / t for k, t in enumerate(step_ms)]
         right = speeds.index(max(speeds))
-        if isinstance(given, Sequence) or int(given) != given:  # type: ignore[call-overload]
+        if int(given) != given:
             return "Return one whole number: how many tokens to draft."
         if given == right:
             continue
         costs = ", ".join(f"{t:g}" for t in step_ms)
-        case = f"For a chance of {acceptance:g} and steps of {costs} ms you give {given}"
+        case = f"For a chance of {acceptance:g} and steps of {costs} ms you give {given:g}"
         if given == right + 1:
             return (
                 f"{case}, not {right}: step_ms[0] is the step without drafts, so the index is the "

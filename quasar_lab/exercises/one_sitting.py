@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import answered, number
 
 # a tolerance for answers that were computed, and for those that were rounded by hand
 _EXACT, _BY_HAND = 1e-6, 0.006
@@ -17,7 +17,7 @@ HAND_DRAFT = "a"
 def memory_floor_ms(answer: Any) -> str | None:
     """Right: no step can be faster than its bytes / bandwidth, however many cores compute."""
     for parameters, bytes_per_weight, gigabytes in ((8e9, 2, 400.0), (8e9, 1, 400.0), (1e9, 4, 20)):
-        given = float(answered(answer(parameters, bytes_per_weight, gigabytes)))  # type: ignore[arg-type]
+        given = number(answer(parameters, bytes_per_weight, gigabytes))
         right = parameters * bytes_per_weight / (gigabytes * 1e9) * 1e3
         if math.isclose(given, right, rel_tol=_EXACT):
             continue
@@ -47,7 +47,7 @@ def acceptance_by_hand(answer: Any) -> str | None:
             "Give two things: the chance of acceptance, and a dict with the chance of each token "
             "as the replacement."
         )
-    accept, given = float(answer[0]), answer[1]
+    accept, given = number(answer[0]), answer[1]
     right = HAND_P[HAND_DRAFT]
     if abs(accept - right) > _BY_HAND:
         if abs(accept - (1 - right)) <= _BY_HAND:
@@ -55,7 +55,7 @@ def acceptance_by_hand(answer: Any) -> str | None:
         if abs(accept - 1) <= _BY_HAND:
             return "An n-gram drafter is sure of its token (q = 1), but the rule is min(1, p / q)."
         return f"The chance of acceptance is min(1, p / q) with q = 1 here, not {accept:g}."
-    chances = {token: float(given.get(token, 0.0)) for token in HAND_P}
+    chances = {token: number(given.get(token, 0.0)) for token in HAND_P}
     if unknown := set(given) - set(HAND_P):
         return f"{sorted(map(str, unknown))[0]!r} is no token of this vocabulary."
     if chances[HAND_DRAFT] > _BY_HAND:
@@ -82,7 +82,7 @@ def gain_terms(answer: Any) -> str | None:
         given = answered(answer(l_ngram, r_ngram, l_quasar, r_quasar))
         if not isinstance(given, Sequence) or len(given) != 2:
             return "Return two numbers: the length term, then the step term."
-        length, step = (float(answered(value)) for value in given)  # type: ignore[arg-type]
+        length, step = (number(value) for value in given)
         right_length, right_step = l_quasar / l_ngram, r_ngram / r_quasar
         if math.isclose(length, right_length, rel_tol=_EXACT) and math.isclose(
             step, right_step, rel_tol=_EXACT

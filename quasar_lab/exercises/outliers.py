@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quasar_lab.alpha_search import ALPHAS, w8a8_error
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import WrongError, answered, number
 from quasar_lab.smoothing import smoothquant_scale, weight_absmax
 
 # The silent channel of the second exercise: its scale by formula is the floor.
@@ -20,7 +20,10 @@ def smoothing_scale(answer: Any) -> str | None:
     for alpha in (0.5, 0.8, 0.0, 1.0):
         # copies: an answer that works in place must not spoil the next case
         given = answered(answer(a.clone(), w.clone(), alpha))
-        s = torch.as_tensor(given, dtype=torch.float32)
+        try:
+            s = torch.as_tensor(given, dtype=torch.float32)
+        except (TypeError, ValueError) as error:
+            raise WrongError(f"Return a tensor, one scale for each channel ({error}).") from None
         if s.shape != a.shape:
             return f"Return one scale for each channel, [{len(a)}]; yours has {list(s.shape)}."
         if not torch.isfinite(s).all():
@@ -54,7 +57,7 @@ def dead_channel(answer: Any) -> str | None:
     """Right: a channel that calibration never saw is left alone, s = 1."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         return "Give two numbers: the scale you would choose, and what the floor makes of 0.5."
-    scale, magnified = (float(answered(part)) for part in answer)  # type: ignore[arg-type]
+    scale, magnified = (number(part) for part in answer)
     right = SILENT_LATER / SILENT_FLOOR
     if math.isclose(magnified, SILENT_LATER * SILENT_FLOOR, rel_tol=1e-3):
         return "The activation is *divided* by s, and s is tiny: it becomes larger, not smaller."
@@ -76,12 +79,9 @@ def dead_channel(answer: Any) -> str | None:
 
 def best_alpha(answer: Any) -> str | None:
     """Right: there is no best alpha for all layers, only a best one for each."""
-    for number in range(3):
-        x, weight = alpha_case(number)
-        given = answered(answer(x.clone(), weight.clone()))
-        if isinstance(given, tuple | list) or (isinstance(given, Tensor) and given.numel() > 1):
-            return "Return one number, the alpha with the smallest error."
-        alpha = float(given)  # type: ignore[arg-type]
+    for case in range(3):
+        x, weight = alpha_case(case)
+        alpha = number(answer(x.clone(), weight.clone()))
         if not 0 <= alpha <= 1:
             return f"alpha is {alpha:g}: choose it from 0 to 1. Did you return the error itself?"
         errors = {a: alpha_error(x, weight, a) for a in ALPHAS}
@@ -90,7 +90,7 @@ def best_alpha(answer: Any) -> str | None:
         if alpha_error(x, weight, alpha) <= 1.02 * errors[best]:
             continue
         worst = max(errors, key=lambda a: errors[a])
-        said = f"In case {number} your alpha {alpha:g} leaves an error of {_of(x, weight, alpha)}"
+        said = f"In case {case} your alpha {alpha:g} leaves an error of {_of(x, weight, alpha)}"
         if math.isclose(alpha, worst):
             return f"{said}, the largest of all: look for the smallest."
         if math.isclose(alpha, 0.5):

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import number
 
 _EXACT = 1e-6
 
@@ -11,7 +11,7 @@ _EXACT = 1e-6
 def equal_bytes_keep(answer: Any) -> str | None:
     """Right: the output layer is read by both, so the layers alone decide: INT8 bytes / theirs."""
     for layer_bytes, head_bytes in ((2.0, 0.5), (4.0, 1.0), (2.0, 3.0)):
-        given = float(answered(answer(layer_bytes, head_bytes)))  # type: ignore[arg-type]
+        given = number(answer(layer_bytes, head_bytes))
         right = 1 / layer_bytes
         if math.isclose(given, right, rel_tol=_EXACT):
             continue
@@ -33,7 +33,7 @@ def equal_bytes_keep(answer: Any) -> str | None:
 def one_draft_acceptance(answer: Any) -> str | None:
     """Right: with one drafted token L = 1 + a, an acceptance rate in disguise."""
     for length in (1.62, 1.27, 1.03):
-        given = float(answered(answer(length)))  # type: ignore[arg-type]
+        given = number(answer(length))
         right = length - 1
         if math.isclose(given, right, abs_tol=1e-3):
             continue

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import answered, number, shown
 
 # Set-ups, the model whose distribution their output has, and why.
 _WHOSE = {
@@ -35,7 +35,7 @@ def whose_distribution(answer: Any) -> str | None:
     answer: dict set-up -> "full" or "int8".
     """
     if not isinstance(answer, dict):
-        return f"Give a dict of set-ups and models: you gave a {type(answer).__name__}."
+        return f"Give a dict of set-ups and models: this is {shown(answer)}."
     missing = [name for name in _WHOSE if answer.get(name) is None or answer.get(name) is ...]
     if len(missing) == len(_WHOSE):
         answered(None)
@@ -81,13 +81,14 @@ def draft_acceptance(answer: Any) -> str | None:
     )
     for p_list, q_list in cases:
         p, q = torch.tensor(p_list, dtype=torch.float64), torch.tensor(q_list, dtype=torch.float64)
-        yours = float(answered(answer(p.clone(), q.clone())))  # type: ignore[arg-type]
+        yours = number(
+            answer(p.clone(), q.clone()),
+            "Where q is 0 the ratio p / q is no number: that token is never drafted.",
+        )
         right = float(torch.minimum(p, q).sum())
         if math.isclose(yours, right, abs_tol=1e-9):
             continue
         said = f"For p = {_row(p)} and q = {_row(q)} you get {yours:.4g}, not {right:.4g}. "
-        if math.isnan(yours):
-            return said + "Where q is 0 the ratio p / q is no number: that token is never drafted."
         for mistake, message in mistakes:
             if math.isclose(yours, float(mistake(p, q)), abs_tol=1e-9):
                 return said + message
@@ -105,7 +106,7 @@ def confirmed_ms_per_token(answer: Any) -> str | None:
         (8, 5, 1.6, 20.0, 60.0),
         (4, 4, 1.0, 10.0, 30.0),
     ):
-        yours = float(answered(answer(block, kept, length, int8_ms, full_ms)))  # type: ignore[arg-type]
+        yours = number(answer(block, kept, length, int8_ms, full_ms))
         steps = block / length
         right = (steps * int8_ms + full_ms) / kept
         if math.isclose(yours, right, rel_tol=1e-9):

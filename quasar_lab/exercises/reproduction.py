@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import number
 
 _EXACT = 1e-6
 
@@ -11,7 +11,7 @@ _EXACT = 1e-6
 def implied_step_cost(answer: Any) -> str | None:
     """Right: speedup = L / r, so a published L and speedup give the step's cost away."""
     for length, speedup in ((1.40, 1.28), (1.27, 0.68), (2.0, 2.0)):
-        given = float(answered(answer(length, speedup)))  # type: ignore[arg-type]
+        given = number(answer(length, speedup))
         right = length / speedup
         if math.isclose(given, right, rel_tol=_EXACT):
             continue
@@ -29,7 +29,7 @@ def implied_step_cost(answer: Any) -> str | None:
 def other_denominator(answer: Any) -> str | None:
     """Right: ratios to the same baseline divide, and the baseline drops out."""
     for over_full, int8_alone in ((3.0, 2.0), (1.28, 1.1), (0.9, 0.5)):
-        given = float(answered(answer(over_full, int8_alone)))  # type: ignore[arg-type]
+        given = number(answer(over_full, int8_alone))
         right = over_full / int8_alone
         if math.isclose(given, right, rel_tol=_EXACT):
             continue

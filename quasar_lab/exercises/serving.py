@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import answered, number
 
 
 def counters_to_length(answer: Any) -> str | None:
     """Right: a step emits its accepted drafts and one token more, so steps = tokens - accepted."""
     for tokens, drafted, accepted in ((300, 260, 120), (64, 0, 0), (500, 900, 400)):
         right = tokens / (tokens - accepted)
-        found: Any = answered(answer(tokens, drafted, accepted))
-        if abs(float(found) - right) < 1e-6:
+        found = number(answer(tokens, drafted, accepted))
+        if abs(found - right) < 1e-6:
             continue
         case = f"{tokens} tokens, {drafted} drafted, {accepted} accepted: you give {found:g}"
         if drafted and abs(found - accepted / drafted) < 1e-9:
@@ -45,7 +45,9 @@ def ignore_list(answer: Any) -> str | None:
         found: Any = answered(answer(given))
         if given != before:
             return "Your function changed the list it was given: build a new one."
-        names = list(found)
+        names = list(found) if isinstance(found, list | tuple | set) else []
+        if not isinstance(found, list | tuple | set) or not all(isinstance(x, str) for x in names):
+            return f"Return a list of names: you return {found!r}."
         if len(names) != len(set(names)):
             return f"For {before} you name a linear twice: {names}."
         if set(names) == right:
@@ -64,13 +66,13 @@ def largest_free_batch(answer: Any) -> str | None:
     """Right: B (k + 1) rows must not exceed the break-even, so B = floor(rows / (k + 1))."""
     for rows, k in ((206.0, 5), (103.0, 5), (300.0, 0), (17.0, 16)):
         right = int(rows // (k + 1))
-        found: Any = answered(answer(rows, k))
+        found = number(answer(rows, k))
         if found == right:
             continue
         case = f"With a break-even of {rows:g} rows and {k} drafts you give {found:g}"
         if k and found == int(rows // k):
             return f"{case}: a step verifies k drafts and computes one token more."
-        if float(found) != int(found):
+        if found != int(found):
             return f"{case}: a batch is a whole number of requests, rounded down."
         if found == int(rows):
             return f"{case}: each request brings k + 1 rows, not one."

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from quasar_lab.exercises import answered
+from quasar_lab.exercises import answered, number
 
 
 def expected_tokens_per_step(answer: Any) -> str | None:
@@ -13,7 +13,7 @@ def expected_tokens_per_step(answer: Any) -> str | None:
     """
     for a, k in ((0.5, 1), (0.5, 2), (0.8, 5), (0.0, 4), (1.0, 3), (0.6, 0)):
         try:
-            yours = float(answered(answer(a, k)))  # type: ignore[arg-type]
+            yours = number(answer(a, k))
         except ZeroDivisionError:
             return (
                 f"At a = {a:g} your formula divides by zero: there every draft is accepted, and a "
@@ -60,7 +60,9 @@ def end_of_step(answer: Any) -> str | None:
         result = answered(answer(list(draft), accepted, next_token, eos))
         if not isinstance(result, tuple | list) or len(result) != 2:
             return f"Return the pair (tokens, num_to_roll_back): you return {result!r}."
-        tokens, rollback = list(result[0]), result[1]
+        if not isinstance(result[0], list | tuple):
+            return f"The first of the pair is the list of tokens: you return {result[0]!r}."
+        tokens, rollback = list(result[0]), number(result[1])
         said = (
             f"For draft {draft} with {accepted} accepted and next token {next_token} (EOS is {eos})"
         )
@@ -70,7 +72,7 @@ def end_of_step(answer: Any) -> str | None:
             )
         expected = len(draft) + 1 - len(right)
         if rollback != expected:
-            return f"{said} you roll back {rollback}, not {expected}. " + _why_rollback_is_wrong(
+            return f"{said} you roll back {rollback:g}, not {expected}. " + _why_rollback_is_wrong(
                 draft, accepted, rollback, expected
             )
     return None
