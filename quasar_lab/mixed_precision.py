@@ -9,12 +9,10 @@ Cost: one linear is one run of the model from that linear's layer on (the layers
 answered from a cache), so a model of L linears costs about L / 2 runs of `num_tokens` tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from quasar_lab.errors import UserError
@@ -23,6 +21,7 @@ from quasar_lab.quantization_report import QuantizationRecord, quantization_reco
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.structure import decoder_layers, linear_layers, weight_matrix
 from quasar_lab.token_batches import unpadded
+from quasar_lab.trial_runs import TrialRun, answered, kl_sum, recorded
 
 # Tokens on which one linear is judged, and on which the budget is checked.
 SENSITIVITY_TOKENS = 128
@@ -43,23 +42,19 @@ def sensitivity(
     most sensitive linear first. The KLs add up to roughly that of all linears together.
     """
     fold = quantization_record(quantized).fold
-    rounded = {n: m for n, m in quantized.named_modules() if isinstance(m, W8A8Linear)}
-    sources = linear_layers(model)
+    rounded = _w8a8_linears(quantized)
     batches = _first_tokens(sequences, num_tokens, model)
     totals = dict.fromkeys(rounded, 0.0)
     count = sum(ids.numel() for ids in batches)
     layers = decoder_layers(model)
     for ids in batches:
-        with torch.no_grad(), _recorded(list(layers.values())) as outputs:
-            reference = _log_probabilities(model, ids)
+        with recorded(list(layers.values())) as outputs:
+            reference = TrialRun(model, ids)
         for name, linear in rounded.items():
             first = next((i for i, layer in enumerate(layers) if name.startswith(layer + ".")), 0)
-            with (
-                torch.no_grad(),
-                _answered(list(layers.values())[:first], outputs),
-                _rounded(sources[name], linear, fold, name),
-            ):
-                totals[name] += _kl_sum(reference, _log_probabilities(model, ids))
+            with answered(list(layers.values())[:first], outputs):
+                run = TrialRun(model, ids, {name: linear}, fold)
+            totals[name] += kl_sum(reference, run)
     table = pd.DataFrame(
         {
             "name": list(totals),
@@ -74,11 +69,7 @@ def sensitivity(
 def mean_kl(model: nn.Module, other: nn.Module, sequences: Sequence[Tensor]) -> float:
     """Mean KL(model || other) in nats a token over `sequences` of token ids."""
     batches = _first_tokens(sequences, None, model)
-    with torch.no_grad():
-        total = sum(
-            _kl_sum(_log_probabilities(model, ids), _log_probabilities(other, ids))
-            for ids in batches
-        )
+    total = sum(kl_sum(TrialRun(model, ids), TrialRun(other, ids)) for ids in batches)
     return total / sum(ids.numel() for ids in batches)
 
 
@@ -91,7 +82,8 @@ def meet_budget(
     """Put the most sensitive linears of `quantized` back to full precision, in place.
 
     As few as it takes for the mean KL on (the first 512 tokens of) `sequences` to be at most
-    `budget_kl`. The sensitivity table and the reasons go into the model's record.
+    `budget_kl`. The sensitivity table and the reasons go into the model's record. How many it
+    takes is tried out on `model`, whose weights are there anyway: only then are any copied.
     """
     if not budget_kl >= 0:
         raise UserError(f"budget_kl is {budget_kl}: choose a mean KL in nats, 0 or more")
@@ -106,35 +98,50 @@ def meet_budget(
         return
     record.sensitivity = sensitivity(model, quantized, sequences)
     names = list(record.sensitivity.name)
-    rounded = {name: quantized.get_submodule(name) for name in names}
-
-    def kl_with(count: int) -> float:
-        """Mean KL with the `count` most sensitive linears in full precision."""
-        for i, name in enumerate(names):
-            now = quantized.get_submodule(name)
-            if i < count and isinstance(now, W8A8Linear):
-                _put(quantized, name, _folded_linear(name, model, record))
-            elif i >= count and not isinstance(now, W8A8Linear):
-                _put(quantized, name, rounded[name])
-        return mean_kl(model, quantized, tokens)
-
-    # grow by doubling, so that no more float weights than needed are made; then bisect
-    too_few, enough = 0, 1
-    while kl_with(enough) > budget_kl and enough < len(names):
-        too_few, enough = enough, min(2 * enough, len(names))
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if kl_with(middle) > budget_kl:
-            too_few = middle
-        else:
-            enough = middle
-    reached = kl_with(enough)
-    kept = record.report.name.isin(names[:enough])
-    record.report.loc[kept, "precision"] = "full"
-    record.report.loc[kept, "reason"] = (
-        f"kept in full precision: one of the {enough} most sensitive; mean KL is now "
+    rounded = _w8a8_linears(quantized)
+    kept = _how_many(model, {name: rounded[name] for name in names}, record.fold, budget_kl, tokens)
+    del rounded  # what is put back frees its INT8 weights
+    for name in names[:kept]:
+        _put(quantized, name, _folded_linear(name, model, record))
+    # the trial undid the scales around each linear, which rounds a little differently
+    while (reached := mean_kl(model, quantized, tokens)) > budget_kl and kept < len(names):
+        _put(quantized, names[kept], _folded_linear(names[kept], model, record))
+        kept += 1
+    chosen = record.report.name.isin(names[:kept])
+    record.report.loc[chosen, "precision"] = "full"
+    record.report.loc[chosen, "reason"] = (
+        f"kept in full precision: one of the {kept} most sensitive; mean KL is now "
         f"{reached:.2g}, the budget {budget_kl:.2g}"
     )
+
+
+def _how_many(
+    model: nn.Module,
+    rounded: dict[str, W8A8Linear],
+    fold: Fold,
+    budget_kl: float,
+    tokens: Sequence[Tensor],
+) -> int:
+    """How many of these linears must stay in full precision, taken in order, to meet the budget."""
+
+    def within(count: int) -> bool:
+        rest = dict(list(rounded.items())[count:])
+        total = sum(
+            kl_sum(TrialRun(model, ids), TrialRun(model, ids, rest, fold)) for ids in tokens
+        )
+        return total / sum(ids.numel() for ids in tokens) <= budget_kl
+
+    too_few, enough = 0, 1
+    while enough < len(rounded) and not within(enough):
+        too_few, enough = enough, min(2 * enough, len(rounded))
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if within(middle) else (middle, enough)
+    return enough
+
+
+def _w8a8_linears(quantized: nn.Module) -> dict[str, W8A8Linear]:
+    return {n: m for n, m in quantized.named_modules() if isinstance(m, W8A8Linear)}
 
 
 def _folded_linear(name: str, model: nn.Module, record: QuantizationRecord) -> nn.Linear:
@@ -174,63 +181,3 @@ def _first_tokens(
                     batches.append(row[None, :left])
                     left = None if left is None else left - batches[-1].numel()
     return batches
-
-
-def _log_probabilities(model: nn.Module, ids: Tensor) -> Float[Tensor, "tokens vocab"]:
-    logits = model(input_ids=ids, use_cache=False).logits[0]
-    return torch.log_softmax(logits.float(), dim=-1)
-
-
-def _kl_sum(log_p: Float[Tensor, "T V"], log_q: Float[Tensor, "T V"]) -> float:
-    return float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
-
-
-@contextmanager
-def _rounded(source: nn.Module, linear: W8A8Linear, fold: Fold, name: str) -> Iterator[None]:
-    """`source` computes in W8A8 as `linear` does, with the scales undone around it."""
-
-    def replace(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        x = args[0]
-        if name in fold.multiply:
-            x = x / fold.multiply[name].to(x)
-        y = linear(x)
-        if name in fold.divide:
-            s = fold.divide[name].to(y)
-            y = torch.cat([y[..., : -len(s)], y[..., -len(s) :] * s], dim=-1)
-        return y
-
-    handle = source.register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _recorded(layers: Sequence[nn.Module]) -> Iterator[list[object]]:
-    """What each layer returns, in order."""
-    outputs: list[object] = []
-    handles = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output))
-        for layer in layers
-    ]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _answered(layers: Sequence[nn.Module], outputs: Sequence[object]) -> Iterator[None]:
-    """The layers return the recorded outputs instead of computing."""
-    saved = [layer.__dict__.get("forward") for layer in layers]
-    try:
-        for layer, output in zip(layers, outputs, strict=False):
-            layer.__dict__["forward"] = lambda *args, output=output, **kwargs: output
-        yield
-    finally:
-        for layer, forward in zip(layers, saved, strict=True):
-            layer.__dict__.pop("forward", None)
-            if forward is not None:
-                layer.__dict__["forward"] = forward

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -363,22 +364,34 @@ def test_a_model_without_linears():
         quantize("smollm2-135m")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_peak_memory(dtype):
-    """Guards the 8B case: beyond the result at most one layer's weights are ever held."""
-    model = tiny_model(
-        "llama", dtype=dtype, num_hidden_layers=8, hidden_size=64, intermediate_size=128
-    )
-    stats = calibrate(model, [IDS], max_sample_tokens=8)
-    config = QuantizationConfig("smoothquant", groups=GROUP_KINDS)
-    quantize(model, stats, config)  # what is made once and kept, such as compiled kernels
+def most_held(make: Callable[[], nn.Module]) -> tuple[int, nn.Module]:
+    """The most bytes of tensors at any time while `make` runs, and what it returns."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        quantized = quantize(model, stats, config)
+        made = make()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
+    return peak, made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [None, 0.5], ids=["", "budget"])
+def test_peak_memory(dtype, share):
+    """Guards the 8B case: beyond the result at most one layer's weights are ever held, also while
+    a budget is met, whose trials would keep every linear twice and the logits of a whole text."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    if share:  # a layer must outweigh the activations of a text, as in a model of any use
+        sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 1000}
+    model = tiny_model("llama", dtype=dtype, num_hidden_layers=4 if share else 8, **sizes)
+    stats = calibrate(model, [IDS], max_sample_tokens=8)
+    config = QuantizationConfig("smoothquant", groups=GROUP_KINDS)
+    # makes what is kept, too, such as compiled kernels
+    budget = share and share * mean_kl(model, quantize(model, stats, config))
+    peak, quantized = most_held(lambda: quantize(model, stats, config, budget_kl=budget))
+    kept = quantization_report(quantized).reason.str.contains("kept in full precision").sum()
+    assert kept > 1 if share else kept == 0
     result = {id(t): t.nbytes for t in [*quantized.parameters(), *quantized.buffers()]}
     one_layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     assert peak > sum(result.values()) / 2  # the profiler did see the allocations

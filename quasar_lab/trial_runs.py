@@ -1,0 +1,158 @@
+"""Trials on a model that is there: some of its linears in W8A8, some of its layers not run at all.
+
+Nothing is copied. Modules of the full-precision model run another forward for a while: a linear
+that of a `W8A8Linear`, with the smoothing scales undone around it, or a layer one that returns what
+it returned before. And a distribution over the vocabulary outweighs what it is made from by far, so
+that of a text is never there as a whole.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from quasar_lab.folding import Fold
+from quasar_lab.quantized_linear import W8A8Linear
+from quasar_lab.structure import decoder_layers
+
+# Of a token's distribution: float32 copies that comparing two of them makes, with some to spare.
+_COPIES = 8
+
+
+class TrialRun:
+    """A model's distributions over a text, made a few rows at a time from its last layer's output.
+
+    linears: those of `model` that compute in W8A8 instead, with the fold they belong to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ids: Int64[Tensor, "1 S"],
+        linears: Mapping[str, W8A8Linear] | None = None,
+        fold: Fold | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.ids = ids
+        self.linears, self.fold = linears or {}, fold or Fold()
+        self.layers = list(decoder_layers(model).values())
+
+        def stop(module: nn.Module, args: tuple, output: object) -> None:
+            raise _Reached(output)
+
+        handle = self.layers[-1].register_forward_hook(stop)
+        try:
+            self._forward(ids)
+        except _Reached as reached:
+            self.output = reached.output
+        finally:
+            handle.remove()
+
+    @property
+    def chunks(self) -> Iterator[slice]:
+        """Rows whose distributions take no more memory than a layer's weights."""
+        layer = sum(p.nbytes for p in self.layers[-1].parameters())
+        vocab = self.model.config.get_text_config().vocab_size
+        size = max(1, layer // (_COPIES * 4 * vocab))
+        for first in range(0, self.ids.shape[1], size):
+            yield slice(first, first + size)
+
+    def log_softmax(self, rows: slice) -> Float[Tensor, "rows vocab"]:
+        # through the model itself, which may do more than its output layer (Gemma's soft cap)
+        if isinstance(self.output, Tensor):
+            output: object = self.output[:, rows]
+        else:
+            output = (self.output[0][:, rows], *self.output[1:])
+        with answered(self.layers, [output] * len(self.layers)):
+            logits = self._forward(self.ids[:, rows]).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    @torch.no_grad()
+    def _forward(self, ids: Tensor) -> Any:
+        with in_w8a8(self.model, self.linears, self.fold):
+            return self.model(input_ids=ids, use_cache=False)
+
+
+class _Reached(Exception):  # noqa: N818 - nothing is wrong
+    """The last layer has answered: nothing after it needs to run."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+def kl_sum(expected: TrialRun, other: TrialRun) -> float:
+    """KL(expected || other), summed over the tokens."""
+    total = 0.0
+    for rows in expected.chunks:
+        log_p, log_q = expected.log_softmax(rows), other.log_softmax(rows)
+        log_q.sub_(log_p).mul_(log_p.exp_())
+        total -= float(log_q.sum(-1).double().sum())
+    return total
+
+
+@contextmanager
+def in_w8a8(model: nn.Module, linears: Mapping[str, W8A8Linear], fold: Fold) -> Iterator[None]:
+    """Linears of `model` compute in W8A8 as these do, with the scales undone around each."""
+
+    def forward(name: str, linear: W8A8Linear, x: Tensor) -> Tensor:
+        if name in fold.multiply:
+            x = x / fold.multiply[name].to(x)
+        y = linear(x)
+        if name in fold.divide:
+            s = fold.divide[name].to(y)
+            y = torch.cat([y[..., : -len(s)], y[..., -len(s) :] * s], dim=-1)
+        return y
+
+    with _forward_as(
+        {
+            model.get_submodule(name): partial(forward, name, linear)
+            for name, linear in linears.items()
+        }
+    ):
+        yield
+
+
+@contextmanager
+def recorded(layers: Sequence[nn.Module]) -> Iterator[list[object]]:
+    """What each layer returns, in order."""
+    outputs: list[object] = []
+    handles = [
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output))
+        for layer in layers
+    ]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def answered(
+    modules: Sequence[nn.Module], outputs: Sequence[object]
+) -> AbstractContextManager[None]:
+    """The modules return these outputs instead of computing."""
+    return _forward_as(
+        {
+            module: lambda *args, output=output, **kwargs: output
+            for module, output in zip(modules, outputs, strict=False)
+        }
+    )
+
+
+@contextmanager
+def _forward_as(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Each module runs another forward."""
+    saved: list[Callable | None] = [module.__dict__.get("forward") for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, before in zip(forwards, saved, strict=True):
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.__dict__["forward"] = before
