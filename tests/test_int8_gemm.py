@@ -1,6 +1,7 @@
 """INT8 GEMM: every backend equals the int64 product, and the scales follow the formula."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -197,11 +198,29 @@ def test_two_processes_at_once_give_right_results(tmp_path) -> None:  # type: ig
         "for _ in range(50):\n"
         "    assert torch.equal(cpu.int8_matmul(a, b), (a.long() @ b.long().T).int())\n"
     )
-    import os
-
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
     assert [process.wait(timeout=240) for process in both] == [0, 0]
+
+
+@pytest.mark.skipif("avx2" not in ISAS, reason="this processor has no AVX2")
+def test_numba_may_be_told_of_an_older_processor() -> None:
+    """NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, set to share a cache or to see what a machine without
+    VNNI would do: instructions that numba does not compile for ended the process."""
+    script = (
+        "import torch\n"
+        "from quasar_lab.int8_gemm import cpu\n"
+        "from quasar_lab.tiles.instruction_sets import best_instruction_set\n"
+        "from quasar_lab.tiles.linear_tile import best_float_format\n"
+        "assert best_instruction_set() == 'avx2'\n"
+        "assert best_float_format(torch.float32) == 'float32x8'\n"
+        "a = torch.randint(-128, 128, (5, 70), dtype=torch.int8)\n"
+        "b = torch.randint(-128, 128, (9, 70), dtype=torch.int8)\n"
+        "assert torch.equal(cpu.int8_matmul(a, b), (a.long() @ b.long().T).int())\n"
+    )
+    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"}
+    environment = {**os.environ, **older}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=240)
 
 
 def test_auto_measures_once_and_remembers(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -230,8 +249,6 @@ def test_auto_measures_once_and_remembers(tmp_path, monkeypatch) -> None:  # typ
 
 def test_compiled_code_is_read_back_from_disk(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """A second process must not compile again (seconds at every start)."""
-    import os
-
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     script = (
         "import torch; from quasar_lab.int8_gemm import cpu; "

@@ -14,16 +14,26 @@ from dataclasses import dataclass
 
 import llvmlite.binding
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, config
 
 _I32 = ir.IntType(32)
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """What numba compiles for: this processor, unless NUMBA_CPU_FEATURES says otherwise."""
+    told: str | None = getattr(config, "CPU_FEATURES", None)
+    if told is None:
+        found = llvmlite.binding.get_host_cpu_features()
+        return frozenset(name for name, has in found.items() if has)
+    return frozenset(part[1:] for part in told.split(",") if part.startswith("+"))
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
     """How one processor family multiplies.
 
-    features: what the CPU must report; step: weights per vector; lanes: int32 sums per vector;
+    features: what the CPU must have; step: weights per vector; lanes: int32 sums per vector;
     max_rows: the tallest tile whose 4 sums a row and operands fit the vector registers; widens:
     the activations are passed as int16 (else as int8, and the sums come out shifted by 128 times
     the sum of the activations).
@@ -38,8 +48,7 @@ class InstructionSet:
 
     @property
     def available(self) -> bool:
-        host = llvmlite.binding.get_host_cpu_features()
-        return all(host.get(feature, False) for feature in self.features)
+        return processor_features().issuperset(self.features)
 
 
 INSTRUCTION_SETS = {

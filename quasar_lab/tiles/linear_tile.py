@@ -14,7 +14,6 @@ A row's result is computed the same way whatever the other rows are.
 import functools
 from dataclasses import dataclass
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
@@ -26,6 +25,7 @@ from quasar_lab.tiles.instruction_sets import (
     INSTRUCTION_SETS,
     InstructionSet,
     dot_accumulate,
+    processor_features,
 )
 
 COLUMNS = 4
@@ -79,8 +79,8 @@ FORMATS = {
 @functools.cache
 def best_float_format(weights: torch.dtype) -> str:
     """The format of float32 or bfloat16 weights for this processor's widest vectors."""
-    features = llvmlite.binding.get_host_cpu_features()
-    lanes = 16 if features.get("avx512f") else 8 if features.get("avx") else 4
+    features = processor_features()
+    lanes = 16 if "avx512f" in features else 8 if "avx" in features else 4
     return f"{str(weights).removeprefix('torch.')}x{lanes}"
 
 
