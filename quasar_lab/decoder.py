@@ -194,9 +194,7 @@ class FastDecoder:
 
     def _checked(self, ids: object) -> Tensor:
         try:
-            tokens = torch.as_tensor(
-                ids
-            )  # checked where they are: a GPU would have to be waited for
+            tokens = torch.as_tensor(ids)  # checked where they are: a GPU would have to be awaited
         except (TypeError, ValueError, RuntimeError):
             raise UserError(f"ids are a {type(ids).__name__}: expected [M] whole numbers") from None
         if tokens.ndim == 2:

@@ -6,7 +6,7 @@ among those predicted: one token shows how fast weights are read, many how fast 
 model of thin layers what a layer costs beside both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -40,10 +40,11 @@ def _decoders() -> dict[str, FastDecoder]:
     }
 
 
-def probe_machine(*, repeats: int = 15) -> Machine:
-    """Measure this machine's rates with the decoder: ten seconds.
+def probe_steps() -> dict[str, Callable[[int], None]]:
+    """What `rates_from_times` wants timed, for `time_interleaved`.
 
-    Medians of steps that take turns, for INT8 layers, bf16 and fp32.
+    A machine's rates drift while it is shared: whoever compares them with other steps puts these
+    among those, in the same turns.
     """
     decoders = _decoders()
     decoders["deep in text"].forward(torch.zeros(_CONTEXT, dtype=torch.long))
@@ -52,20 +53,27 @@ def probe_machine(*, repeats: int = 15) -> Machine:
         decoders[name].forward(torch.arange(tokens))
         decoders[name].rollback(tokens)
 
-    cells = {
+    return {
         f"{name} {tokens}": partial(step, name, tokens)
         for name in decoders
         for tokens in (1, _MANY)
     }
-    times = time_interleaved(cells, repeats=repeats)["median"].to_dict()
-    return rates_from_times(times, processor_name())
 
 
-def rates_from_times(times: Mapping[str, float], name: str) -> Machine:
-    """The machine whose `predict_step` gives these times, in seconds.
+def probe_machine(*, repeats: int = 15) -> Machine:
+    """Measure this machine's rates with the decoder: ten seconds.
 
-    times: "FORMAT 1" and "FORMAT 16" of the wide model, "thin ..." of the thin one and "deep in
-    text ..." of the thin one with a full cache, for steps of 1 and 16 tokens.
+    Medians of steps that take turns, for INT8 layers, bf16 and fp32.
+    """
+    times = time_interleaved(probe_steps(), repeats=repeats)["median"].to_dict()
+    return rates_from_times(times)
+
+
+def rates_from_times(times: Mapping[str, float]) -> Machine:
+    """This machine, as `predict_step` gives these times, in seconds.
+
+    times: of `probe_steps`, "FORMAT 1" and "FORMAT 16" of the wide model, "thin ..." of the thin
+    one and "deep in text ..." of the thin one with a full cache, for steps of 1 and 16 tokens.
     """
     layer = times["thin 1"] / THIN.layers
     weights = WIDE.layer_weights + WIDE.head_weights
@@ -80,4 +88,4 @@ def rates_from_times(times: Mapping[str, float], name: str) -> Machine:
         operation_rate[kind] = 2 * _MANY * weights / computing
     attention = StepWork(THIN, context=_CONTEXT).attention_operations
     deep = max(times[f"deep in text {_MANY}"] - times[f"thin {_MANY}"], _TINY)
-    return Machine(name, read_rate, operation_rate, _MANY * attention / deep, layer)
+    return Machine(processor_name(), read_rate, operation_rate, _MANY * attention / deep, layer)

@@ -128,7 +128,7 @@ def test_a_probe_reproduces_the_times_it_is_made_from() -> None:
     times = {f"{kind} 1": s for kind, s in (("fp32", 0.02), ("bf16", 0.01), ("INT8", 0.006))}
     times |= {f"{kind} {many}": s for kind, s in (("fp32", 0.04), ("bf16", 0.03), ("INT8", 0.009))}
     times |= {"thin 1": 1e-4, f"thin {many}": 3e-4, f"deep in text {many}": 5e-3}
-    machine = machine_probe.rates_from_times(times, "test")
+    machine = machine_probe.rates_from_times(times)
     for kind in ("fp32", "bf16"):
         work = step_work(machine_probe.WIDE, kind, kind)
         for tokens in (1, many):
