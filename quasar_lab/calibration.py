@@ -140,10 +140,10 @@ class CalibrationStats(Mapping[str, ActivationStats]):
             ) from error
 
     def __repr__(self) -> str:
-        return (
-            f"CalibrationStats({len(self.stats)} linears of {self.model_name or 'a model'}, "
-            f"{self.amount})"
-        )
+        name = self.model_name or "a model"
+        if Path(name).is_absolute():  # where a folder lies is nobody else's business
+            name = Path(name).name
+        return f"CalibrationStats({len(self.stats)} linears of {name}, {self.amount})"
 
 
 class Observer:

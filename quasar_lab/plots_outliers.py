@@ -49,10 +49,11 @@ def plot_outlier_ratios(table: pd.DataFrame, column: str = "ratio", label: str =
             )  # fmt: skip
         shown = pd.concat(series.values())
         worst = shown.loc[shown[column].idxmax()]
+        at_left = worst["layer"] < shown["layer"].max() * 0.6
         axes.annotate(
             f"layer {worst['layer']} {worst['projection']}: {_readable(worst[column])}",
-            (worst["layer"], worst[column]), xytext=(8, 2), textcoords="offset points",
-            fontsize=11, ha="left" if worst["layer"] < shown["layer"].max() * 0.6 else "right",
+            (worst["layer"], worst[column]), xytext=(8 if at_left else -8, 2), fontsize=11,
+            textcoords="offset points", ha="left" if at_left else "right",
         )  # fmt: skip
         axes.set_yscale("log")
         axes.margins(y=0.12)
@@ -129,8 +130,15 @@ def magnitude_surface(study: LinearStudy, *, rows: int = 32, columns: int = 96) 
         "xaxis_title": "channel", "yaxis_title": "token", "zaxis_title": "|x|",
         "camera_eye": {"x": -1.3, "y": -1.6, "z": 0.8},
     }  # fmt: skip
-    figure.update_layout(scene=axes, scene2=axes, height=430, width=920, title=study.name,
-                         margin={"l": 0, "r": 0, "t": 60, "b": 0})  # fmt: skip
+    alt = (
+        f"Two surfaces, |x| over token and channel of {study.name}: before smoothing up to "
+        f"{float(study.activations.abs().max()):.3g}, after smoothing up to "
+        f"{float(study.smoothed_activations.abs().max()):.3g}."
+    )
+    figure.update_layout(
+        scene=axes, scene2=axes, height=430, width=900, margin={"l": 0, "r": 0, "t": 40, "b": 0},
+        meta={"alt": alt},
+    )  # fmt: skip
     return figure
 
 

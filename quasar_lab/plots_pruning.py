@@ -89,6 +89,7 @@ def plot_roles(ablation: pd.DataFrame) -> Figure:
                           label=group if name == "L" else None)  # fmt: skip
             axes.axhline(1, color="0.5", lw=1)
             axes.set_xlabel("layers kept, %")
+            axes.set_xticks(sorted(set(kept)))
             axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
             axes.invert_xaxis()
         panels[0].set_ylabel("L: tokens a verification step")

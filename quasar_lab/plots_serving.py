@@ -1,11 +1,14 @@
 """The pictures of notebook 10: servers side by side, and what a growing batch does."""
 
 import pandas as pd
+import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from quasar_lab.methods import METHODS
 from quasar_lab.plots import look_of_methods, style
+
+_PALETTE = sns.color_palette("colorblind")
 
 
 def plot_servers(table: pd.DataFrame) -> Figure:
@@ -15,10 +18,11 @@ def plot_servers(table: pd.DataFrame) -> Figure:
         figure = Figure(figsize=(8.0, 0.5 * len(alone) + 1.0), layout="constrained")
         axes = figure.subplots()
         engines = alone["method"].str.split(",").str[0]
-        colors = {engine: f"C{number}" for number, engine in enumerate(engines.unique())}
+        number = engines.map({engine: i for i, engine in enumerate(engines.unique())})
         bars = axes.barh(
-            alone["method"], alone["tokens_per_second"], color=engines.map(colors), height=0.65
-        )
+            alone["method"], alone["tokens_per_second"], height=0.65, edgecolor="white",
+            color=[_PALETTE[i] for i in number], hatch=[("", "//", "..")[i % 3] for i in number],
+        )  # fmt: skip
         axes.bar_label(bars, fmt="{:.0f}", padding=4, fontsize=11)
         axes.set_xlabel("tokens a second, one request at a time")
         axes.margins(x=0.1)

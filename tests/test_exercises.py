@@ -45,6 +45,8 @@ def test_feedback_says_what_is_wrong(exercise, answer, state: str, message: str)
 def test_feedback_is_escaped(exercise) -> None:
     feedback = exercises.Feedback("doubled", "wrong", "<script>")
     assert "<script>" not in feedback._repr_html_()
+    code = exercises.Feedback("doubled", "wrong", "replace `a < b`")._repr_html_()
+    assert "<code>a &lt; b</code>" in code
 
 
 def test_unknown_exercise_is_one_line() -> None:

@@ -15,6 +15,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ALL = [*NOTEBOOKS, *sorted((FOLDER / "solutions").glob("*.ipynb"))]
 LESSON_FILES = [path for path in NOTEBOOKS if path.stem != START_PAGE]
 MAX_LINES = 25  # a cell that fits on a screen
+MAX_WIDTH = 105  # and on a page of the site, without scrolling
 ALLOWED = {
     "quasar_lab", "torch", "numpy", "pandas", "plotly", "seaborn", "IPython", "math", "os", "time",
 }  # fmt: skip
@@ -74,6 +75,7 @@ class TestNotebook:
     def test_cells_fit_on_a_screen(self, path: Path) -> None:
         for text in code(path):
             assert len(text.splitlines()) <= MAX_LINES, text
+            assert max(map(len, text.splitlines())) <= MAX_WIDTH, text
 
     def test_imports_come_from_the_library(self, path: Path) -> None:
         for text in code(path):
@@ -129,8 +131,16 @@ class TestLesson:
         text = markdown(path)
         assert len(re.findall(r"^# ", text, flags=re.M)) == 1
         for heading in ("What you will learn", "Time", "Needs"):
-            assert heading in text, heading
+            assert f"\n\n**{heading}**" in text, heading  # a paragraph of its own
 
     def test_every_figure_has_alternative_text(self, path: Path) -> None:
         for text in code(path):
             assert text.count("show(") <= text.count("alt="), text
+
+    def test_a_sentence_on_what_to_see_follows_every_figure(self, path: Path) -> None:
+        """The next text begins with words about the figure, not with the next section."""
+        found = cells(path)
+        for i, cell in enumerate(found):
+            if cell["cell_type"] == "code" and re.search(r"\bshow\(|_surface\(", source(cell)):
+                [text, *_] = [source(c) for c in found[i:] if c["cell_type"] == "markdown"]
+                assert not text.startswith("#"), source(cell)

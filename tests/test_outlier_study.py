@@ -164,6 +164,7 @@ def test_heat_maps_and_surface(study) -> None:
     # one colour scale a column, or before and after could not be compared
     assert images[0].norm.vmax == images[2].norm.vmax
     surface = magnitude_surface(study, rows=4, columns=8)
+    assert study.name in surface.layout.meta["alt"]
     assert len(surface.data) == 2 and np.shape(surface.data[0].z) == (4, 8)
     assert np.max(surface.data[0].z) == pytest.approx(
         float(study.activations.abs().max()), rel=1e-2

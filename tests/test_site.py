@@ -17,7 +17,10 @@ sys.path.insert(0, str(ROOT / "docs" / "website"))
 import build_site  # noqa: E402
 import pages  # noqa: E402
 
-FIGURE = {"data": [{"type": "scatter", "y": [1, 2], "name": "</script>"}], "layout": {}}
+FIGURE = {
+    "data": [{"type": "scatter", "y": [1, 2], "name": "</script>"}],
+    "layout": {"meta": {"alt": "Two points & a line"}},
+}
 
 
 def notebook_with(*outputs) -> nbformat.NotebookNode:
@@ -37,6 +40,7 @@ def test_a_plotly_figure_is_drawn_by_the_page() -> None:
     """nbconvert knows no plotly: its pages showed nothing in the figure's place."""
     page = pages.notebook_html(notebook_with(new_output("display_data", {pages.PLOTLY: FIGURE})))
     assert "Plotly.newPlot" in page and 'class="plotly-figure"' in page
+    assert 'aria-label="Two points &amp; a line"' in page
     assert page.count("</script>") == 1  # a name in the data must not end the script
 
 

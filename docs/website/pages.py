@@ -72,7 +72,7 @@ def _plotly_html(figure: dict[str, Any]) -> str:
     name = f"figure-{uuid.uuid4().hex[:12]}"
     layout = figure.get("layout", {})
     parts = [json.dumps(figure.get(key)).replace("</", "<\\/") for key in ("data", "layout")]
-    label = html.escape(str(layout.get("title", {}).get("text", "interactive figure")))
+    label = html.escape(layout.get("meta", {}).get("alt", "interactive figure"))
     return (
         f'<div id="{name}" class="plotly-figure" role="img" aria-label="{label}"></div>'
         f'<script>document.addEventListener("DOMContentLoaded", () => Plotly.newPlot("{name}", '

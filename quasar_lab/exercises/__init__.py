@@ -9,6 +9,7 @@ import html
 import importlib
 import inspect
 import math
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class Feedback:
             "open": ("…", "#777777"),
         }[self.state]
         text = html.escape(self.message).replace("\n", "<br>")
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
         return (
             f'<div role="status" style="border-left: 4px solid {color}; padding: .3em .8em">'
             f"<b>{sign} {html.escape(self.exercise)}: {self.state}</b><br>{text}</div>"
