@@ -88,7 +88,9 @@ def _gpu() -> Iterator[Finding]:
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
         yield Finding(MACHINE, "GPU", "ok", name)
         return
-    remedy = ""
+    remedy = (
+        "nothing wants one; an NVIDIA GPU wants its driver and a CUDA build of torch (pytorch.org)"
+    )
     if shutil.which("nvidia-smi"):
         remedy = "there is an NVIDIA driver: install a CUDA build of torch (pytorch.org)"
     elif torch.version.cuda:
@@ -189,7 +191,8 @@ def _models() -> Iterator[Finding]:
 
     for name, preset in PRESETS.items():
         here = is_cached(name)
-        remedy = f"quasar-lab fetch {name}" if not here and name == DEFAULT_MODEL else ""
+        use = "" if name == DEFAULT_MODEL else ", if you want to run it: no notebook needs it"
+        remedy = "" if here else f"quasar-lab fetch {name}{use}"
         detail = "in the cache" if here else f"not fetched ({preset.gigabytes:.1f} GB)"
         yield Finding(MODELS, name, "ok" if here else "absent", detail, remedy)
 

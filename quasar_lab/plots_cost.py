@@ -6,7 +6,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from quasar_lab.plots import MARKERS, _figure, style
 from quasar_lab.what_if import PARTS
@@ -113,7 +113,7 @@ def plot_scenarios(table: pd.DataFrame, curves: Mapping[str, pd.Series]) -> Figu
     rows that draft. A large marker stands at the length of the row.
     """
     with style():
-        figure = Figure(figsize=(11.4, 4.6), layout="constrained")
+        figure = Figure(figsize=(9.6, 4.6), layout="constrained")
         parts, speed = figure.subplots(1, 2, width_ratios=[1, 1])
         _draw_parts(parts, table)
         for i, (name, curve) in enumerate(curves.items()):
@@ -127,6 +127,7 @@ def plot_scenarios(table: pd.DataFrame, curves: Mapping[str, pd.Series]) -> Figu
             )  # fmt: skip
         speed.axhline(1, color="0.35", lw=1, ls=":")
         speed.set_ylim(0, None)
+        speed.xaxis.set_major_locator(MaxNLocator(integer=True))
         speed.set_xlabel("tokens drafted a step (0: none)")
         speed.set_ylabel("times plain 16-bit decoding")
         speed.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9,

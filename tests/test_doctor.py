@@ -40,8 +40,9 @@ def test_every_section_has_its_findings(findings) -> None:
 
 
 def test_what_is_missing_has_a_remedy(findings) -> None:
+    """And so has what is absent: it says what to install, or that nothing wants it."""
     for each in findings:
-        if each.state == "missing" and each.section != "notebooks":
+        if each.state != "ok" and each.section not in ("notebooks", "INT8 backends"):
             assert each.remedy, each
 
 

@@ -94,9 +94,7 @@ class TestNotebook:
                 assert (path.parent / link).exists(), link
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in LESSON_FILES if "01" <= p.stem[:2] <= "09"], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", LESSON_FILES, ids=lambda path: path.stem)
 class TestCourse:
     def test_has_the_title_and_the_time_of_the_map(self, path: Path) -> None:
         [lesson] = [each for each in LESSONS if each.stem == path.stem]

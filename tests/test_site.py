@@ -78,6 +78,12 @@ def small_site(tmp_path) -> Path:
     return site
 
 
+def test_an_address_is_refused() -> None:
+    shown = new_output("execute_result", {"text/plain": "<torch._C.Generator at 0x7f7b804f94f0>"})
+    with pytest.raises(ValueError, match="says nothing to a reader"):
+        pages.notebook_html(notebook_with(shown))
+
+
 def test_links_between_pages_are_set_right(small_site) -> None:
     assert pages.check_links(small_site) == []
     text = (small_site / "index.html").read_text()

@@ -32,7 +32,10 @@ class Page:
 
 
 def notebook_html(notebook: Any) -> str:
-    """The cells as HTML, outputs included; raises ValueError for a widget without a stand-in."""
+    """The cells as HTML, outputs included.
+
+    Raises ValueError for a widget without a stand-in, and for an output that is a bare address.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = with_mathml(cell.source)
@@ -54,6 +57,10 @@ def _static(outputs: list[Any]) -> list[Any]:
     panels = [view for view in views if "%|" not in view.get("text/plain", "")]
     if panels and not any("text/html" in each.get("data", {}) for each in shown):
         raise ValueError(f"a widget puts out no picture for a page without a kernel: {panels}")
+    for each in shown:
+        text = each.get("data", {}).get("text/plain", "")
+        if re.fullmatch(r"<.* at 0x[0-9a-f]+>", text) and len(each["data"]) == 1:
+            raise ValueError(f"a cell ends with an object that says nothing to a reader: {text}")
     return [each for each in shown if each.get("name") != "stderr"]
 
 
