@@ -27,10 +27,12 @@ class Echo:
             raise ImportError("No module named 'echo'")
         print("a library that talks")
         self.speculative = setup["speculative"]
+        self.first_seconds = 9.0  # whoever compiles does so while it answers first
     def answer(self, prompt, max_new_tokens):
         tokens = (prompt * max_new_tokens)[:max_new_tokens]
         steps = None if self.speculative else len(tokens) - 1
-        return {"tokens": tokens, "first_seconds": 0.5, "decode_seconds": 2.0,
+        first, self.first_seconds = self.first_seconds, 0.5
+        return {"tokens": tokens, "first_seconds": first, "decode_seconds": 2.0,
                 "in_first_step": 1, "steps": steps}
 BACKENDS["llama_cpp"] = Echo
 """
