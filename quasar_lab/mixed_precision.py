@@ -21,7 +21,7 @@ from quasar_lab.quantization_report import QuantizationRecord, quantization_reco
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.structure import decoder_layers, linear_layers, weight_matrix
 from quasar_lab.token_batches import unpadded
-from quasar_lab.trial_runs import TrialRun, answered, kl_sum, recorded
+from quasar_lab.trial_runs import TrialRun, answered, kl_sum, layer_output
 
 # Tokens on which one linear is judged, and on which the budget is checked.
 SENSITIVITY_TOKENS = 128
@@ -46,14 +46,18 @@ def sensitivity(
     batches = _first_tokens(sequences, num_tokens, model)
     totals = dict.fromkeys(rounded, 0.0)
     count = sum(ids.numel() for ids in batches)
-    layers = decoder_layers(model)
+    layers = list(decoder_layers(model).values())
+    depth = {name: _layer_index(name, model) for name in rounded}
     for ids in batches:
-        with recorded(list(layers.values())) as outputs:
-            reference = TrialRun(model, ids)
-        for name, linear in rounded.items():
-            first = next((i for i, layer in enumerate(layers) if name.startswith(layer + ".")), 0)
-            with answered(list(layers.values())[:first], outputs):
-                run = TrialRun(model, ids, {name: linear}, fold)
+        reference = TrialRun(model, ids)
+        done, output = 0, None  # layers that need not run again, and what the last of them returned
+        for name in sorted(rounded, key=depth.__getitem__):
+            while done < depth[name]:
+                with answered(layers[:done], output):
+                    output = layer_output(model, ids, layers[done])
+                done += 1
+            with answered(layers[:done], output):
+                run = TrialRun(model, ids, {name: rounded[name]}, fold)
             totals[name] += kl_sum(reference, run)
     table = pd.DataFrame(
         {
@@ -138,6 +142,12 @@ def _how_many(
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if within(middle) else (middle, enough)
     return enough
+
+
+def _layer_index(name: str, model: nn.Module) -> int:
+    """Of the layer that the linear is in; 0 for one outside of them."""
+    layers = enumerate(decoder_layers(model))
+    return next((i for i, layer in layers if name.startswith(layer + ".")), 0)
 
 
 def _w8a8_linears(quantized: nn.Module) -> dict[str, W8A8Linear]:

@@ -40,17 +40,8 @@ class TrialRun:
         self.ids = ids
         self.linears, self.fold = linears or {}, fold or Fold()
         self.layers = list(decoder_layers(model).values())
-
-        def stop(module: nn.Module, args: tuple, output: object) -> None:
-            raise _Reached(output)
-
-        handle = self.layers[-1].register_forward_hook(stop)
-        try:
-            self._forward(ids)
-        except _Reached as reached:
-            self.output = reached.output
-        finally:
-            handle.remove()
+        with in_w8a8(model, self.linears, self.fold):
+            self.output = layer_output(model, ids, self.layers[-1])
 
     @property
     def chunks(self) -> Iterator[slice]:
@@ -61,27 +52,40 @@ class TrialRun:
         for first in range(0, self.ids.shape[1], size):
             yield slice(first, first + size)
 
+    @torch.no_grad()
     def log_softmax(self, rows: slice) -> Float[Tensor, "rows vocab"]:
         # through the model itself, which may do more than its output layer (Gemma's soft cap)
         if isinstance(self.output, Tensor):
             output: object = self.output[:, rows]
         else:
             output = (self.output[0][:, rows], *self.output[1:])
-        with answered(self.layers, [output] * len(self.layers)):
-            logits = self._forward(self.ids[:, rows]).logits[0]
+        with answered(self.layers, output), in_w8a8(self.model, self.linears, self.fold):
+            logits = self.model(input_ids=self.ids[:, rows], use_cache=False).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
-
-    @torch.no_grad()
-    def _forward(self, ids: Tensor) -> Any:
-        with in_w8a8(self.model, self.linears, self.fold):
-            return self.model(input_ids=ids, use_cache=False)
 
 
 class _Reached(Exception):  # noqa: N818 - nothing is wrong
-    """The last layer has answered: nothing after it needs to run."""
+    """The layer has answered: nothing after it needs to run."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
+
+
+@torch.no_grad()
+def layer_output(model: nn.Module, ids: Int64[Tensor, "1 S"], layer: nn.Module) -> Any:
+    """What a decoder layer of the model returns for this text; those after it do not run."""
+
+    def stop(module: nn.Module, args: tuple, output: object) -> None:
+        raise _Reached(output)
+
+    handle = layer.register_forward_hook(stop)
+    try:
+        model(input_ids=ids, use_cache=False)
+    except _Reached as reached:
+        reached.__traceback__ = None  # its frames would keep all that they hold alive
+        return reached.output
+    finally:
+        handle.remove()
 
 
 def kl_sum(expected: TrialRun, other: TrialRun) -> float:
@@ -116,31 +120,9 @@ def in_w8a8(model: nn.Module, linears: Mapping[str, W8A8Linear], fold: Fold) -> 
         yield
 
 
-@contextmanager
-def recorded(layers: Sequence[nn.Module]) -> Iterator[list[object]]:
-    """What each layer returns, in order."""
-    outputs: list[object] = []
-    handles = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output))
-        for layer in layers
-    ]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def answered(
-    modules: Sequence[nn.Module], outputs: Sequence[object]
-) -> AbstractContextManager[None]:
-    """The modules return these outputs instead of computing."""
-    return _forward_as(
-        {
-            module: lambda *args, output=output, **kwargs: output
-            for module, output in zip(modules, outputs, strict=False)
-        }
-    )
+def answered(modules: Sequence[nn.Module], output: object) -> AbstractContextManager[None]:
+    """The modules return this instead of computing."""
+    return _forward_as({module: lambda *args, **kwargs: output for module in modules})
 
 
 @contextmanager

@@ -150,7 +150,8 @@ class VllmPeer:
         request = {"prompt_token_ids": prompt}
         parameters = self.params(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
         tokens: list[int] = []
-        counts, times = [], []
+        counts: list[int] = []
+        times: list[float] = []
         started = time.perf_counter()
         engine.add_request(str(self.requests), request, parameters)
         while engine.has_unfinished_requests():
