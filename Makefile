@@ -31,7 +31,8 @@ demo: $(READY)
 	$(BIN)/quasar-lab demo
 
 lab: $(READY)
-	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir=$(CURDIR) notebooks/start.ipynb
+	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir=$(CURDIR) \
+	  --LabApp.default_url=/lab/tree/notebooks/start.ipynb
 
 test: $(READY)
 	$(BIN)/ruff check .

@@ -109,6 +109,12 @@ def test_drafts_change_one_row_and_the_machine_all(panel) -> None:
     assert slower.loc[PLAIN, "ms a step"] == pytest.approx(read * 1e3 + 4, rel=1e-3)
 
 
+def test_the_state_says_the_number_of_the_slider(panel) -> None:
+    panel.acceptance.value = 0.29 - 0.01  # what the page sends: 0.27999999999999997
+    settle(panel)
+    assert "chance of acceptance 0.28, tokens" in panel.state.value
+
+
 def test_a_text_that_is_always_accepted_can_be_the_start() -> None:
     """Guards the slider: the acceptance found from a recorded text may lie beyond its end."""
     panel = WhatIfPanel(Scenario(acceptance=1.0))

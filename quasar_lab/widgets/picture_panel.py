@@ -32,7 +32,7 @@ class PicturePanel(Panel):
     def settings(self) -> str:
         """The present settings in words."""
         return ", ".join(
-            f"{control.description} {getattr(control, 'label', None) or control.value}"
+            f"{control.description} {_in_words(getattr(control, 'label', None) or control.value)}"
             for control in self.controls
         )
 
@@ -68,6 +68,11 @@ def numbers_html(table: pd.DataFrame) -> str:
         for label, values in zip(table.index, table.itertuples(index=False), strict=True)
     )
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _in_words(value: object) -> str:
+    """A slider in steps of 0.01 says 0.28, not the 0.27999999999999997 that it sends."""
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: object) -> str:
