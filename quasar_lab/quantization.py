@@ -137,14 +137,16 @@ def quantize(
         fold.add(model, scale)
         smoothing_of.update(dict.fromkeys(scale.group.readers, scale.method))
 
-    rounded: dict[int, nn.Module] = {}
-    for name, module in linears.items():
-        if name not in skipped:
-            linear = quantize_linear(name, module, fold, smoothing_of.get(name, "none"))
-            linear.backend = config.backend
-            rounded[id(module)] = linear
-    # deepcopy takes the rounded linears from its memo instead of copying the float ones
-    quantized: nn.Module = copy.deepcopy(model, dict(rounded))
+    quantized = _copy_with(
+        model,
+        {
+            module: _quantize_linear(
+                name, module, fold, smoothing_of.get(name, "none"), config.backend
+            )
+            for name, module in linears.items()
+            if name not in skipped
+        },
+    )
     for name, module in quantized.named_modules():
         if fold.touches(name) and not isinstance(module, W8A8Linear):
             fold.apply_(name, module)
@@ -159,7 +161,15 @@ def quantize(
     return quantized
 
 
-def quantize_linear(name: str, module: nn.Module, fold: Fold, smoothing: str) -> W8A8Linear:
+def _copy_with(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A copy of the model with these modules in place of its own, which are not copied first."""
+    # deepcopy takes from its memo what it would have to copy, and adds to it what keeps it alive
+    return copy.deepcopy(model, {id(own): new for own, new in replacements.items()})
+
+
+def _quantize_linear(
+    name: str, module: nn.Module, fold: Fold, smoothing: str, backend: str
+) -> W8A8Linear:
     """One linear, folded and rounded a part of its rows at a time: rounding works on several
     float32 copies, which of a whole bfloat16 matrix would be larger than its layer."""
     matrix, bias = weight_matrix(module), None
@@ -173,7 +183,8 @@ def quantize_linear(name: str, module: nn.Module, fold: Fold, smoothing: str) ->
         qweight[first:last], weight_scale[first:last] = int8_gemm.quantize_weight(weight)
         if bias is not None and folded_bias is not None:
             bias[first:last] = folded_bias
-    return W8A8Linear(qweight, weight_scale, bias, smoothing=smoothing).train(module.training)
+    linear = W8A8Linear(qweight, weight_scale, bias, backend=backend, smoothing=smoothing)
+    return linear.train(module.training)
 
 
 def _check_finite(model: nn.Module) -> None:
