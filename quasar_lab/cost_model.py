@@ -159,7 +159,7 @@ def step_work(
 
 
 def step_parts(work: StepWork, machine: Machine, tokens: int = 1) -> dict[str, float]:
-    """Seconds that each part of a step of so many tokens takes; "beside" is the overhead."""
+    """Seconds of the parts of a step of so many tokens: layers, output layer, attention, overhead."""
     check_whole("tokens", tokens)
     shape = work.shape
 
@@ -173,7 +173,7 @@ def step_parts(work: StepWork, machine: Machine, tokens: int = 1) -> dict[str, f
         "attention": part(
             work.cache, work.cache_bytes, work.attention_operations, machine.attention_rate
         ),
-        "beside": shape.layers * machine.layer_seconds,
+        "overhead": shape.layers * machine.layer_seconds,
     }
 
 

@@ -22,7 +22,7 @@ from quasar_lab.cost_model import (
 from quasar_lab.errors import UserError
 from quasar_lab.model_shapes import ModelShape
 
-PARTS = ("layers", "output layer", "attention", "beside", "drafting")
+PARTS = ("layers", "output layer", "attention", "overhead", "drafting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def price_scenarios(
     context: tokens in the KV cache; beside: the scenario that the others are to be as fast as
     (None: the first).
 
-    Returns columns layers, output layer, attention, beside and drafting (milliseconds of a step),
+    Returns columns layers, output layer, attention, overhead and drafting (milliseconds of a step),
     step_ms (their sum), L, tokens_per_second, speedup, pays_from (the chance of acceptance from
     which drafts are better than none) and equals_from (from which it is as fast as `beside`); NaN
     where no chance is enough. Raises UserError for a scenario that is not there.

@@ -101,7 +101,7 @@ def test_drafts_change_one_row_and_the_machine_all(panel) -> None:
     machine = panel.machine()
     alone = predict_step(step_work(SHAPE, context=1000), machine, 4)
     assert after.loc[CHANGED, "ms a step"] == pytest.approx(alone * 1e3 + 2)
-    panel.bandwidth.value, panel.beside.value = 100, 4.0
+    panel.bandwidth.value, panel.overhead.value = 100, 4.0
     slower = settle(panel)
     assert (slower["ms a step"] > after["ms a step"]).all()
     # 16-bit weights and cache at 100 GB/s, and 4 ms beside

@@ -58,14 +58,14 @@ class WhatIfPanel(PicturePanel):
             options=[0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], value=100,
             description="bf16, 1e12 op/s", **dragged,
         )  # fmt: skip
-        self.beside = widgets.FloatSlider(
-            value=1.0, min=0.0, max=10.0, step=0.1, description="beside reading, ms", **dragged
+        self.overhead = widgets.FloatSlider(
+            value=1.0, min=0.0, max=10.0, step=0.1, description="overhead of a step, ms", **dragged
         )
         super().__init__(
             key,
             [
                 self.verifier, self.acceptance, self.draft_tokens, self.draft_ms, self.bandwidth,
-                self.operations, self.beside,
+                self.operations, self.overhead,
             ],
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ class WhatIfPanel(PicturePanel):
             "what if",
             dict.fromkeys(operations, self.bandwidth.value * 1e9),
             operations,
-            layer_seconds=self.beside.value / 1e3 / self.shape.layers,
+            layer_seconds=self.overhead.value / 1e3 / self.shape.layers,
         )
 
     def scenarios(self) -> dict[str, Scenario]:
