@@ -159,7 +159,7 @@ def step_work(
 
 
 def step_parts(work: StepWork, machine: Machine, tokens: int = 1) -> dict[str, float]:
-    """Seconds of the parts of a step of so many tokens: layers, output layer, attention, overhead."""
+    """Seconds of the parts of a step: layers, output layer, attention, and the overhead."""
     check_whole("tokens", tokens)
     shape = work.shape
 
