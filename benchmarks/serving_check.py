@@ -178,6 +178,8 @@ def measure_transformers(checkpoint: Path, lab: LanguageModel, quantized: Any) -
 
 def measure_server(name: str, folder: Path, lab: LanguageModel, options: Any) -> dict[str, Any]:
     """Benchmark one server and take its log-probabilities of the lab's texts."""
+    rows = options.output / f"{name}.jsonl"
+    rows.unlink(missing_ok=True)  # of a part that was stopped, whose server had another port
     with served(name, folder, options) as url:
         endpoint = Endpoint(url, silence=300, longest=1200)
         run = run_endpoint_benchmark(
@@ -186,7 +188,7 @@ def measure_server(name: str, folder: Path, lab: LanguageModel, options: Any) ->
             max_new_tokens=options.max_new_tokens,
             concurrency=options.concurrency,
             method=SERVERS[name][2],
-            results=options.output / f"{name}.jsonl",
+            results=rows,
         )
         version = httpx.get(f"{url}/version", trust_env=False).json()["version"]
         texts = first_turns(run.rows, lab)

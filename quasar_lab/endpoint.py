@@ -10,11 +10,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from quasar_lab.answer_stream import MALFORMED, Answer, AttemptError, events, take
 from quasar_lab.checkpoints.folder import one_line
 from quasar_lab.errors import UserError
 
@@ -22,51 +22,9 @@ from quasar_lab.errors import UserError
 _DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _PASSING = (408, 429, 500, 502, 503, 504)
-_FINISH = {"stop": "eos"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclass(slots=True)
-class Answer:
-    """One streamed answer, or what came of it.
-
-    tokens: ids where the server tells them (vLLM does); new_tokens, prompt_tokens: as it counts;
-    begin, first, end: seconds since the epoch of the request, the first text and the last;
-    first_tokens: how many tokens came first; attempts: 1 and one for each retry; error: why there
-    is no (whole) answer, else empty.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    new_tokens: int = 0
-    prompt_tokens: int = 0
-    finish_reason: str = ""
-    begin: float = 0.0
-    first: float = 0.0
-    end: float = 0.0
-    first_tokens: float = 0.0
-    chunks: int = 0
-    attempts: int = 1
-    error: str = ""
-
-    @property
-    def time_to_first_token(self) -> float:
-        """Seconds from the request to the first text: queue, prefill and first step."""
-        return self.first - self.begin
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of what followed the first text; NaN when everything came at once."""
-        seconds = self.end - self.first
-        return (self.new_tokens - self.first_tokens) / seconds if seconds > 0 else float("nan")
-
-
-class _AttemptError(Exception):
-    """An attempt failed; `passing`: whether another may succeed."""
-
-    def __init__(self, reason: str, passing: bool = True) -> None:
-        super().__init__(reason)
-        self.passing = passing
+_DENIED = (401, 403)
+_WANTED = "give the address of an OpenAI-compatible server"
 
 
 class Endpoint:
@@ -95,29 +53,50 @@ class Endpoint:
                 f"silence {silence}, longest {longest} (seconds) must be positive, retries "
                 f"{retries} and pause {pause} not negative"
             )
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.longest, self.retries, self.pause = longest, retries, pause
-        key = os.environ.get("OPENAI_API_KEY")
+        self.url = _checked_url(url)
+        self.silence, self.longest, self.retries, self.pause = silence, longest, retries, pause
+        key = _checked_key(os.environ.get("OPENAI_API_KEY", ""))
         try:
-            local = httpx.URL(self.url).host in _LOOPBACK
             self._client = httpx.Client(
                 base_url=self.url,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=httpx.Timeout(silence, pool=None),
                 limits=httpx.Limits(max_connections=None),
-                trust_env=not local,  # a proxy cannot reach this machine's own servers
+                # a proxy cannot reach this machine's own servers
+                trust_env=httpx.URL(self.url).host not in _LOOPBACK,
             )
-            listed = self._client.get("/v1/models").raise_for_status().json()["data"]
-            names = [entry["id"] for entry in listed]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        # a proxy or certificates that the environment names and that are not there
+        except (OSError, ImportError, ValueError) as error:
+            raise UserError(f"cannot connect to {url}: {one_line(error)}") from error
+        owners = self._served_models()
+        if model is not None and model not in owners:
+            raise UserError(f"{url} serves {', '.join(owners)}, not {model!r}")
+        self.model = model or next(iter(owners))
+        self.software = owners[self.model]
+
+    def _served_models(self) -> dict[str, str]:
+        """What the server lists: model -> who owns it, which is how vLLM tells its name."""
+        try:
+            text = self._get("/v1/models")
+        except httpx.HTTPStatusError as error:
+            status = error.response.status_code
+            what = "set OPENAI_API_KEY to its key" if status in _DENIED else _WANTED
+            raise UserError(f"{self.url} answers /v1/models with HTTP {status}: {what}") from error
+        except (httpx.HTTPError, AttemptError, OSError, ValueError) as error:
             raise UserError(
-                f"no OpenAI-compatible server answers at {url} ({one_line(error)}): start one, see "
-                "quasar-lab serve-command"
+                f"no server answers at {self.url} ({one_line(error)}): start one, see quasar-lab "
+                "serve-command"
             ) from error
-        if not names or (model is not None and model not in names):
-            raise UserError(f"{url} serves {', '.join(names) or 'no model'}, not {model!r}")
-        self.model = model or names[0]
-        self.software = str(listed[names.index(self.model)].get("owned_by") or "server")
+        try:
+            listed = json.loads(text)["data"]
+            owners = {entry["id"]: str(entry.get("owned_by") or "server") for entry in listed}
+            if not all(isinstance(name, str) for name in owners):
+                raise TypeError("a model's id that is no text")
+        except MALFORMED as error:
+            raise UserError(f"{self.url} lists no models at /v1/models: {_WANTED}") from error
+        if not owners:
+            raise UserError(f"{self.url} serves no model: start it with one")
+        return owners
 
     def ask(
         self,
@@ -145,7 +124,7 @@ class Endpoint:
             answer = Answer(attempts=attempt, begin=time.time())
             try:
                 self._stream(body, answer, stop)
-            except _AttemptError as trouble:
+            except AttemptError as trouble:
                 answer.error = str(trouble)
                 answer.end = time.time()
                 if not trouble.passing or attempt > self.retries:
@@ -157,50 +136,62 @@ class Endpoint:
         return answer
 
     def _stream(self, body: dict[str, Any], answer: Answer, stop: threading.Event) -> None:
-        done = False
+        done = seen = False
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                pieces = self._pieces(response, answer.begin, self.longest, stop)
                 if response.status_code != 200:
-                    response.read()
-                    raise _AttemptError(
-                        f"HTTP {response.status_code}: {response.text.strip()[:200]}",
+                    text = next((p for p in pieces if p.strip()), response.reason_phrase)
+                    raise AttemptError(
+                        f"HTTP {response.status_code}: {one_line(ValueError(text))}",
                         passing=response.status_code in _PASSING,
                     )
-                for event in self._events(response, answer.begin, stop):
+                for event in events(pieces):
+                    seen = True
                     if event == "[DONE]":
                         done = True
                         break
-                    _take(event, answer)
+                    take(event, answer)
         except httpx.TimeoutException as error:
-            raise _AttemptError(f"nothing came for too long ({type(error).__name__})") from error
+            raise AttemptError(f"nothing came for too long ({type(error).__name__})") from error
         except httpx.HTTPError as error:
-            raise _AttemptError(f"{type(error).__name__}: {one_line(error)}") from error
+            raise AttemptError(f"{type(error).__name__}: {one_line(error)}") from error
+        if not seen:
+            kind = response.headers.get("Content-Type", "nothing")
+            raise AttemptError(f"the answer is no stream of events but {kind}")
         if not done or not answer.finish_reason:
-            raise _AttemptError("the stream ended in the middle of the answer")
+            raise AttemptError("the stream ended in the middle of the answer")
+        answer.end = answer.end or time.time()  # an answer without a word
         answer.new_tokens = answer.new_tokens or len(answer.tokens) or answer.chunks
         # without ids the chunks are taken to be of one size
         answer.first_tokens = answer.first_tokens or answer.new_tokens / max(answer.chunks, 1)
 
-    def _events(
-        self, response: httpx.Response, begin: float, stop: threading.Event
+    def _pieces(
+        self,
+        response: httpx.Response,
+        begin: float,
+        longest: float,
+        stop: threading.Event | None = None,
     ) -> Iterator[str]:
-        """The data lines of a server-sent event stream, within the time of an attempt."""
-        rest = ""
+        """The text of a response as it comes, which takes `longest` seconds from `begin` at most:
+        httpx limits only the time from one byte to the next."""
         for piece in response.iter_text():
-            if stop.is_set():
-                raise _AttemptError("stopped", passing=False)
-            if time.time() - begin > self.longest:
-                raise _AttemptError(f"not done after {self.longest:g} s")
-            *lines, rest = (rest + piece).split("\n")
-            for line in lines:
-                if line.startswith("data:"):
-                    yield line[5:].strip()
+            if stop is not None and stop.is_set():
+                raise AttemptError("stopped", passing=False)
+            if time.time() - begin > longest:
+                raise AttemptError(f"not done after {longest:g} s")
+            yield piece
+
+    def _get(self, path: str) -> str:
+        with self._client.stream("GET", path) as response:
+            response.raise_for_status()
+            return "".join(self._pieces(response, time.time(), self.silence))
 
     def counters(self) -> dict[str, float] | None:
         """{"drafted", "accepted"}: tokens since the server started, where it tells (/metrics)."""
         try:
-            text = self._client.get("/metrics").raise_for_status().text
-        except httpx.HTTPError:
+            text = self._get("/metrics")
+        except (httpx.HTTPError, AttemptError):
             return None
         found = {}
         for name, metric in (("drafted", _DRAFTED), ("accepted", _ACCEPTED)):
@@ -211,28 +202,24 @@ class Endpoint:
         return found
 
 
-def _take(event: str, answer: Answer) -> None:
-    """Add one event of the stream to the answer."""
+def _checked_url(url: str) -> str:
+    """The address without /v1, if it is one."""
     try:
-        chunk = json.loads(event)
-        if "error" in chunk:
-            raise _AttemptError(f"the server reports {one_line(ValueError(chunk['error']))}")
-        usage = chunk.get("usage") or {}
-        answer.new_tokens = usage.get("completion_tokens", answer.new_tokens)
-        answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
-        for choice in chunk["choices"]:
-            delta = choice.get("delta") or {}
-            # models that reason send that text beside the answer's
-            text = (delta.get("content") or "") + (delta.get("reasoning_content") or "")
-            ids = choice.get("token_ids") or []
-            if text or ids:
-                answer.end = time.time()
-                answer.chunks += 1
-                if not answer.first:
-                    answer.first, answer.first_tokens = answer.end, len(ids)
-            answer.text += text
-            answer.tokens += ids
-            reason = choice.get("finish_reason")
-            answer.finish_reason = _FINISH.get(reason, reason) or answer.finish_reason
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _AttemptError(f"an event that is no chat completion: {event[:80]!r}") from error
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise UserError(f"endpoint {url!r} is no address: {one_line(error)}") from error
+    if parts.userinfo:
+        raise UserError("the endpoint's address holds a password: set OPENAI_API_KEY instead")
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise UserError(
+            f"endpoint {url!r} is no address of a server: write it like http://127.0.0.1:8000"
+        )
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _checked_key(key: str) -> str:
+    """The key as a header can hold it; a message must not repeat it."""
+    key = key.strip()
+    if not (key.isascii() and (key.isprintable() or not key)):
+        raise UserError("OPENAI_API_KEY holds characters that no header can: set it anew")
+    return key

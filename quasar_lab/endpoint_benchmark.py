@@ -8,15 +8,15 @@ more requests share the machine, the second rises until it computes as much as i
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from quasar_lab.answer_stream import Answer
 from quasar_lab.benchmark import plan
-from quasar_lab.endpoint import Answer, Endpoint
+from quasar_lab.endpoint import Endpoint
 from quasar_lab.errors import UserError
 from quasar_lab.grid import Cell
 from quasar_lab.methods import DRAFT_COLUMNS
@@ -31,7 +31,8 @@ _KEY = ("concurrency", "task", "question_id", "turn", "temperature", "seed")
 class EndpointRun:
     """What a server did. rows: one a request; levels: one a concurrency, as far as it was run.
 
-    levels: concurrency, requests, new_tokens, drafted, accepted (NaN where not exposed).
+    levels: concurrency, requests, new_tokens, drafted, accepted (NaN where not exposed, and where
+    a request failed or was tried again: the server has counted what came of it, too).
     """
 
     rows: pd.DataFrame
@@ -48,7 +49,8 @@ class EndpointRun:
         records = []
         for concurrency, rows in self.rows.groupby("concurrency", sort=True):
             good = rows[rows["error"] == ""]
-            level = self.levels[self.levels["concurrency"] == concurrency].sum(min_count=1)
+            counted = self.levels[self.levels["concurrency"] == concurrency].dropna()
+            level = counted.sum(min_count=1)
             steps = level["new_tokens"] - level["accepted"]
             records.append(
                 {
@@ -85,13 +87,15 @@ def run_endpoint_benchmark(
 
     endpoint: the server. tasks, temperatures, seeds, limit, max_new_tokens: as for `run_benchmark`.
     concurrency: levels, run one after the other. method: what the rows call it, e.g. "vLLM, W8A8".
-    results: a file that keeps each row as it comes; an interrupted run continues from it.
+    results: a file that keeps each row as it comes; an interrupted run continues from it, and asks
+        again what failed.
 
     A later turn is asked after the server's own answers. Rows have the columns of `run_benchmark`;
     there decode_seconds is new_tokens / tokens_per_second, prefill_seconds is the time to first
     token, and steps, drafted and accepted are known at concurrency 1 only, where the server's
-    counters (/metrics) are one request's. Besides: concurrency, time_to_first_token, begin, end
-    (seconds since the epoch), attempts (0: not asked, as an earlier turn failed), error, text.
+    counters (/metrics) are one request's if nobody else asks it meanwhile. Besides: concurrency,
+    time_to_first_token, begin, end (seconds since the epoch), attempts (0: not asked, as an earlier
+    turn failed), error, text.
 
     Raises UserError for wrong settings and a result file of another run; the server's errors are
     in the rows.
@@ -140,11 +144,12 @@ class _Run:
         return {tuple(row[k] for k in _KEY[1:]): row for row in rows if row["concurrency"] == level}
 
     def missing(self, level: int) -> list[list[Cell]]:
-        """What is left to ask: the turns of a conversation in a list, in order."""
+        """What is left to ask, or failed: the turns of a conversation in a list, in order."""
         done = self.done(level)
         chains: dict[tuple[Any, ...], list[Cell]] = {}
         for cell in self.cells:
-            if _key(cell) not in done:
+            row = done.get(_key(cell))
+            if row is None or row["error"]:
                 talk = (cell.task, cell.prompt.question_id, cell.temperature, cell.seed)
                 chains.setdefault(talk, []).append(cell)
         return list(chains.values())
@@ -158,28 +163,40 @@ class _Run:
         if not chains:
             return
         before, asked = self.endpoint.counters(), len(self.store.rows)
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def work() -> None:
-            while not self.stop.is_set():
-                try:
-                    chain = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                self._converse(chain, level, bar)
-
-        with ThreadPoolExecutor(level) as pool:
-            workers = [pool.submit(work) for _ in range(level)]
             try:
-                for worker in workers:
-                    worker.result()
-            except BaseException:  # Ctrl-C too: the others must not go on for minutes
-                self.stop.set()
-                raise
+                while not self.stop.is_set():
+                    self._converse(waiting.get_nowait(), level, bar)
+                ended.put(None)
+            except queue.Empty:
+                ended.put(None)
+            except BaseException as error:
+                ended.put(error)
+
+        # daemons: after Ctrl-C nobody waits for a server that is silent
+        workers = [
+            threading.Thread(target=work, name="asking", daemon=True)
+            for _ in range(min(level, len(chains)))
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for _ in workers:
+                error = ended.get()
+                if error is not None:
+                    raise error
+        except BaseException:
+            self.stop.set()
+            raise
         rows = self.store.rows[asked:]
+        counted = _difference(before, self.endpoint.counters())
+        if any(row["error"] or row["attempts"] != 1 for row in rows):
+            counted = _difference(None, None)
         tokens = sum(row["new_tokens"] for row in rows)
         account = {"concurrency": level, "requests": len(rows), "new_tokens": tokens}
-        after = self.endpoint.counters()
-        self.store.append({"kind": "level", **account, **_difference(before, after)})
+        self.store.append({"kind": "level", **account, **counted})
 
     def _converse(self, chain: list[Cell], level: int, bar: ProgressBar) -> None:
         for cell in chain:
@@ -201,6 +218,8 @@ class _Run:
                     stop=self.stop,
                 )
                 counted = _difference(before, self.endpoint.counters() if before else None)
+            if failed := done.get(_key(cell)):
+                answer.attempts += failed["attempts"]
             if self.stop.is_set():
                 return
             with self.lock:
@@ -212,7 +231,9 @@ class _Run:
     ) -> dict[str, Any]:
         tokens = 0 if answer.error else answer.new_tokens
         accepted, speed = counted["accepted"], answer.tokens_per_second
-        known = tokens > 0 and accepted is not None
+        # every step emits a token of its own: if not, others have asked the server meanwhile
+        known = accepted is not None and tokens > accepted and answer.attempts == 1
+        counted = counted if known else _difference(None, None)
         steps = tokens - int(accepted or 0) if known else None
         measured = speed > 0 and not answer.error
         return {
@@ -227,7 +248,7 @@ class _Run:
             "new_tokens": tokens,
             "steps": steps,
             "drafted": counted["drafted"],
-            "accepted": accepted,
+            "accepted": counted["accepted"],
             "mean_acceptance_length": tokens / steps if steps else None,
             "tokens_per_second": speed if measured else None,
             "decode_seconds": tokens / speed if measured else None,
@@ -244,11 +265,11 @@ class _Run:
 
     def frame(self, kind: str, levels: Sequence[int]) -> pd.DataFrame:
         """The stored rows of a kind, in the order of levels and prompts."""
-        rows = [row for row in self.store.rows if row["kind"] == kind]
         if kind == "request":
-            place = {_key(cell): number for number, cell in enumerate(self.cells)}
-            order = {level: number for number, level in enumerate(levels)}
-            rows.sort(key=lambda r: (order[r["concurrency"]], place[tuple(r[k] for k in _KEY[1:])]))
+            keys = [_key(cell) for cell in self.cells]
+            rows = [done[key] for done in map(self.done, levels) for key in keys]
+        else:
+            rows = [row for row in self.store.rows if row["kind"] == kind]
         frame = pd.DataFrame(rows).drop(columns="kind", errors="ignore")
         numbers = ["steps", "drafted", "accepted", "mean_acceptance_length", "tokens_per_second",
                    "decode_seconds", "prefill_seconds", "time_to_first_token"]  # fmt: skip
@@ -262,8 +283,8 @@ def _key(cell: Cell) -> tuple[Any, ...]:
 def _difference(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float | None]:
-    """What the server counted in between; None where it does not tell."""
-    if before is None or after is None:
+    """What the server counted in between; None where it does not tell, or has begun anew."""
+    if before is None or after is None or any(after[name] < before[name] for name in before):
         return {"drafted": None, "accepted": None}
     return {name: after[name] - before[name] for name in ("drafted", "accepted")}
 

@@ -75,7 +75,7 @@ def _parse(path: Path) -> tuple[str, str, dict[str, Any], list[dict[str, Any]]]:
         text = path.read_text(encoding="utf-8")
         # a run killed while it wrote leaves a last line without its end: leave it out
         complete = text[: text.rfind("\n") + 1]
-        head, *rows = [json.loads(line) for line in complete.splitlines()]
+        head, *rows = [dict(json.loads(line)) for line in complete.splitlines()]
         return text, complete, dict(head["settings"]), rows
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no result file of quasar-lab: choose another") from error

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-ALWAYS = {"slow", "silent", "trickle", "cut", "refuse", "garbage", "sick", "mute"}
+ALWAYS = {"slow", "silent", "trickle", "cut", "refuse", "garbage", "sick", "mute", "page", "drip",
+          "miscount", "deep", "nulls", "wordless"}  # fmt: skip
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -23,6 +24,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.path in self.server.dripping:
+            return self._drip(200)
+        if self.path == "/v1/models" and self.server.listing:
+            return self._send(*self.server.listing)
         if self.path == "/v1/models":
             listed = [{"id": name, "owned_by": self.server.software} for name in self.server.models]
             return self._send(200, json.dumps({"data": listed}))
@@ -60,6 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(400, json.dumps({"error": "max_tokens is too large"}))
         if how == "busy" and attempt < 3:
             return self._send(503, "come back later")
+        if how == "page":
+            return self._send(200, "<html>please log in</html>", "text/html")
+        if how == "drip":
+            return self._drip(500)
         if how == "silent":
             self.server.closing.wait(20)
             return None
@@ -68,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        if how == "trickle":  # something comes all the time, but never a whole event
+        if how == "trickle":  # never a whole event
             while not self.server.closing.wait(0.02):
                 self._write("d")
             return None
@@ -78,14 +87,18 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.05 if how == "slow" else self.server.step_seconds)
             if start and (how == "cut" or (how == "flaky" and attempt == 1)):
                 return None
-            if how == "garbage":
-                return self._write("data: {this is no JSON\n\n")
+            if how in ("garbage", "deep"):
+                text = "[" * 99999 if how == "deep" else "{this is no JSON"
+                return self._write(f"data: {text}\n\n")
             if how == "sick":
                 return self._event({"error": {"message": "the engine is dead", "code": 500}})
-            self._step(tokens[start : start + 2], start)
-        self._event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+            if how != "wordless":
+                self._step(tokens[start : start + 2], start)
+        nulls = {"error": None, "usage": None} if how == "nulls" else {}
+        self._event({"choices": [{"delta": {}, "finish_reason": "length"}], **nulls})
         if how != "mute":
-            usage = {"completion_tokens": len(tokens), "prompt_tokens": len(words)}
+            count: Any = str(len(tokens)) if how == "miscount" else len(tokens)
+            usage = {"completion_tokens": count, "prompt_tokens": len(words)}
             self._event({"choices": [], "usage": usage})
         self._write("data: [DONE]\n\n")
         return None
@@ -93,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _step(self, tokens: list[str], start: int) -> None:
         with self.server.lock:
             self.server.drafted += 3
-            self.server.accepted += len(tokens) - 1
+            self.server.accepted += len(tokens) * 2 if self.server.shared else len(tokens) - 1
         choice: dict[str, Any] = {"delta": {"content": " ".join(tokens) + " "}}
         if self.server.software == "vllm":
             choice["token_ids"] = list(range(start, start + len(tokens)))
@@ -108,8 +121,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(text.encode())
             self.wfile.flush()
 
-    def _send(self, status: int, text: str) -> None:
+    def _drip(self, status: int) -> None:
+        """Something comes all the time, but it never ends."""
         self.send_response(status)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        while not self.server.closing.wait(0.02):
+            self._write(" ")
+
+    def _send(self, status: int, text: str, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text.encode())))
         self.send_header("Connection", "close")  # else its thread outlives the server
         self.end_headers()
@@ -126,6 +149,9 @@ class StubEndpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.models, self.software, self.metrics, self.step_seconds = ["m"], "vllm", True, 0.002
+        self.listing: tuple[int, str] | None = None  # status and text, in place of `models`
+        self.dripping: set[str] = set()  # paths that never end
+        self.shared = False  # others are served as well, and counted
         self.requests: list[dict[str, Any]] = []
         self.active = self.most_active = self.drafted = self.accepted = 0
         self.lock, self.closing = threading.Lock(), threading.Event()

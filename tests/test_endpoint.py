@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import threading
 import time
 
@@ -76,6 +77,10 @@ class TestAsk:
             ("garbage", "no chat completion", 2),
             ("sick", "the engine is dead", 2),
             ("refuse", "HTTP 400: .*max_tokens is too large", 1),
+            ("page", "no stream of events but text/html", 2),
+            ("drip", "not done after 0.6 s", 2),
+            ("deep", "no chat completion", 2),
+            ("miscount", "no chat completion", 2),
         ],
     )
     def test_what_does_not_pass_ends_with_the_reason(self, word, reason, attempts, server) -> None:
@@ -99,22 +104,85 @@ class TestAsk:
         assert "ConnectError" in answer.error and answer.attempts == 2
         assert endpoint.counters() is None
 
+    def test_nulls_are_no_errors(self, server) -> None:
+        answer = ask(connect(server), "nulls b")
+        assert (answer.error, answer.attempts, answer.new_tokens) == ("", 1, 8)
+
+    def test_an_answer_without_a_word_has_an_end(self, server) -> None:
+        server.software = "somebody"
+        answer = ask(connect(server), "wordless b")
+        assert answer.error == "" and answer.end >= answer.begin
+
     def test_nobody_there(self, server) -> None:
-        with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
+        with pytest.raises(UserError, match="no server answers"):
             Endpoint("http://127.0.0.1:9")
-        with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
-            Endpoint("not a url")
         with pytest.raises(UserError, match="serves m, not 'other'"):
             connect(server, model="other")
         with pytest.raises(UserError, match="must be positive"):
             connect(server, silence=0)
         assert Endpoint(f"{server.url}/v1/").model == "m"
 
+    @pytest.mark.parametrize(
+        "url", ["", "not a url", "127.0.0.1:8000", "localhost", "http://", "http://[::1", "ftp://h"]
+    )
+    def test_what_is_no_address(self, url) -> None:
+        with pytest.raises(UserError, match="is no address"):
+            Endpoint(url)
+
+    @pytest.mark.parametrize(
+        "listing, message",
+        [
+            ((200, "<html>hello</html>"), "lists no models at /v1/models"),
+            ((200, ""), "lists no models"),
+            ((200, "[]"), "lists no models"),
+            ((200, '{"data": null}'), "lists no models"),
+            ((200, '{"data": ["m"]}'), "lists no models"),
+            ((200, '{"data": [{"id": 5}]}'), "lists no models"),
+            ((200, "[" * 99999), "lists no models"),
+            ((200, '{"data": []}'), "serves no model"),
+            ((302, ""), "HTTP 302: give the address"),
+            ((401, '{"error": "who are you?"}'), "HTTP 401: set OPENAI_API_KEY"),
+            ((404, "not here"), "HTTP 404: give the address"),
+            ((500, "boom"), "HTTP 500"),
+        ],
+    )
+    def test_another_kind_of_server(self, listing, message, server) -> None:
+        server.listing = listing
+        with pytest.raises(UserError, match=message) as raised:
+            connect(server, model="m")
+        assert "\n" not in str(raised.value)
+
+    def test_a_list_that_never_ends(self, server) -> None:
+        """httpx limits the time between two bytes only."""
+        server.dripping = {"/metrics"}
+        assert connect(server).counters() is None
+        server.dripping = {"/v1/models"}
+        with pytest.raises(UserError, match=r"not done after 0\.3 s"):
+            connect(server)
+
+    @pytest.mark.parametrize(
+        "name, value", [("ALL_PROXY", "socks5://127.0.0.1:9"), ("SSL_CERT_FILE", "/none")]
+    )
+    def test_what_the_environment_names_is_not_there(self, name, value, monkeypatch) -> None:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=r"cannot connect|no server answers"):
+            Endpoint("http://host.invalid")
+
     def test_the_key_goes_to_the_server_only(self, server, monkeypatch) -> None:
         monkeypatch.setenv("OPENAI_API_KEY", "sesame")
         endpoint = connect(server)
         assert endpoint._client.headers["Authorization"] == "Bearer sesame"
         assert "sesame" not in repr(ask(endpoint, "refuse b"))
+        monkeypatch.setenv("OPENAI_API_KEY", "sesame\n")  # as `$(cat file)` or an editor leaves it
+        assert connect(server)._client.headers["Authorization"] == "Bearer sesame"
+        for key in ("ses\name", "sésame"):
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            with pytest.raises(UserError, match="OPENAI_API_KEY holds") as raised:
+                connect(server)
+            assert key not in str(raised.value)
+        with pytest.raises(UserError, match="holds a password") as raised:
+            Endpoint("http://me:sesame@127.0.0.1:9")
+        assert "sesame" not in str(raised.value)
 
     def test_counters(self, server) -> None:
         endpoint = connect(server)
@@ -212,6 +280,45 @@ class TestRun:
         with pytest.raises(UserError, match="max_new_tokens = 8"):
             run_endpoint_benchmark(endpoint, TASKS, results=path, max_new_tokens=9, method="stub")
 
+    def test_what_failed_is_asked_again(self, server, tmp_path) -> None:
+        """A server that died and was started anew: the same command goes on."""
+        tasks = {"t": [Prompt(1, "t", ("flaky a", "then b")), Prompt(2, "t", ("fine a",))]}
+        options = dict(limit=None, results=tmp_path / "rows.jsonl", **OPTIONS)
+        first = run_endpoint_benchmark(connect(server, retries=0), tasks, **options)
+        assert list(first.rows["error"] != "") == [True, True, False]
+        assert first.table().loc[0, "errors"] == 2 and len(server.requests) == 2
+        again = run_endpoint_benchmark(connect(server, retries=0), tasks, **options)
+        assert list(again.rows["error"]) == ["", "", ""] and len(server.requests) == 4
+        table = again.table()
+        assert table.loc[0, "requests"] == 3 and table.loc[0, "retries"] == 1
+
+    def test_acceptance_is_of_what_went_well(self, server) -> None:
+        """The counters hold what failed attempts drafted, too; and what others asked meanwhile."""
+        tasks = {"t": [Prompt(1, "t", ("flaky a",)), Prompt(2, "t", ("fine a",))]}
+        run = run_endpoint_benchmark(connect(server), tasks, limit=None, **OPTIONS)
+        assert list(run.rows["steps"].isna()) == [True, False]
+        assert run.rows.loc[1, "mean_acceptance_length"] == 2.0
+        assert run.table()["mean_acceptance_length"].isna().all()
+        server.shared = True
+        crowded = run_endpoint_benchmark(connect(server), {"t": tasks["t"][1:]}, **OPTIONS)
+        assert crowded.rows["steps"].isna().all()
+
+    def test_a_server_that_counts_anew(self) -> None:
+        counted = module._difference({"drafted": 9, "accepted": 5}, {"drafted": 3, "accepted": 1})
+        assert counted == {"drafted": None, "accepted": None}
+
+    def test_no_more_threads_than_conversations(self, server) -> None:
+        run = run_endpoint_benchmark(connect(server), TASKS, concurrency=(10**9,), **OPTIONS)
+        assert len(run.rows) == 4 and server.most_active <= 3
+
+    def test_ctrl_c_does_not_wait_for_a_silent_server(self, server) -> None:
+        tasks = {"t": [Prompt(1, "t", ("silent a",))]}
+        main_thread = threading.main_thread().ident
+        threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_endpoint_benchmark(connect(server, silence=60), tasks, **OPTIONS)
+        assert any(thread.name == "asking" for thread in threading.enumerate())  # left to itself
+
     @pytest.mark.parametrize("levels", [(), (0,), (1, -2)])
     def test_wrong_concurrency(self, levels, server) -> None:
         with pytest.raises(UserError, match="concurrency is"):
@@ -234,8 +341,34 @@ class TestCommandLine:
     def test_what_is_for_local_runs_is_refused(self, server, capsys) -> None:
         assert main(["bench", "--endpoint", server.url, "--methods", "plain"]) == 2
         assert "--methods is for runs on this machine" in capsys.readouterr().err
-        assert main(["bench", "--endpoint", "http://127.0.0.1:9", "--tasks", "gsm8k"]) == 2
-        assert "no OpenAI-compatible server answers" in capsys.readouterr().err
+        assert main(["bench", "--endpoint", server.url, "--draft-tokens", "3"]) == 2
+        assert "--draft-tokens is for runs on this machine" in capsys.readouterr().err
+        for option, value in (("--concurrency", "4"), ("--label", "x")):
+            assert main(["bench", option, value]) == 2
+            assert f"{option} is for --endpoint" in capsys.readouterr().err
+
+    def test_wrong_input_is_one_line(self, server, tmp_path, capsys) -> None:
+        def complaint(url: str, *more: str) -> str:
+            """What is said, in one line, by a run that ends with code 2."""
+            options = ["--tasks", "gsm8k", "--limit", "1", "--max-new-tokens", "4"]
+            output = ["--output", str(tmp_path / "rows.jsonl")]
+            assert main(["bench", "--endpoint", url, *options, *output, *more]) == 2
+            printed = capsys.readouterr()
+            errors = [x for x in printed.err.splitlines() if not x.startswith("quasar-lab: asking")]
+            assert printed.out == "" and len(errors) == 1
+            return errors[0]
+
+        assert "no server answers" in complaint("http://127.0.0.1:9")
+        assert "endpoint '' is no address" in complaint("")  # an unset variable runs nothing here
+        assert "serves m, not 'x'" in complaint(server.url, "--models", "x")
+        assert "unknown task 'x'" in complaint(server.url, "--tasks", "x")
+        assert "concurrency is [0]" in complaint(server.url, "--concurrency", "0")
+        assert "Is a directory" in complaint(server.url, "--output", str(tmp_path))
+        # every request failed: no success
+        question = tmp_path / "question.jsonl"
+        question.write_text('{"question_id": 1, "category": "c", "turns": ["refuse this"]}\n')
+        refused = complaint(server.url, "--questions", f"gsm8k={question}", "--label", "y")
+        assert "none of 1 requests was answered: HTTP 400" in refused
 
 
 def test_pauses_of_a_resumed_run_are_not_busy() -> None:

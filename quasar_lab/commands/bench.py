@@ -35,9 +35,9 @@ def add(commands: Any) -> None:
                        help="of sampled runs, each runs (default: 0)")  # fmt: skip
     bench.add_argument("--limit", type=int, help="prompts a task (default: all)")
     bench.add_argument("--max-new-tokens", type=int, help="tokens a turn (default: 128)")
-    bench.add_argument("--draft-tokens", type=_integers, default=(5,), metavar="NUMBERS",
+    bench.add_argument("--draft-tokens", type=_integers, metavar="NUMBERS",
                        help="tokens a draft; several make an ablation (default: 5)")  # fmt: skip
-    bench.add_argument("--ngram", type=_ngrams, default=((1, 3),), metavar="MIN:MAX",
+    bench.add_argument("--ngram", type=_ngrams, metavar="MIN:MAX",
                        help="lengths of the n-grams looked up, comma-separated for an ablation "
                        "(default: 1:3)")  # fmt: skip
     bench.add_argument("--engine", help="auto, decoder or transformers (default: auto)")
@@ -45,10 +45,10 @@ def add(commands: Any) -> None:
                        help="run part I of N only, on this machine or GPU")  # fmt: skip
     bench.add_argument("--endpoint", metavar="URL",
                        help="ask an OpenAI-compatible server, run no model")  # fmt: skip
-    bench.add_argument("--concurrency", type=_integers, default=(1,), metavar="NUMBERS",
+    bench.add_argument("--concurrency", type=_integers, metavar="NUMBERS",
                        help="requests to an endpoint at a time, one level after the other "
                        "(default: 1)")  # fmt: skip
-    bench.add_argument("--label", default="endpoint",
+    bench.add_argument("--label",
                        help="what the endpoint's rows are called (default: endpoint)")  # fmt: skip
     bench.add_argument("--output", type=Path, metavar="FILE",
                        help="the results file (default: reports/bench.jsonl, with --shard "
@@ -71,13 +71,17 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.endpoint:
+    if arguments.endpoint is not None:
         run_endpoint(arguments)
         return
+    from quasar_lab.errors import UserError
     from quasar_lab.experiment import ExperimentSettings, Shard, run_experiment
     from quasar_lab.methods import DraftSettings
     from quasar_lab.tables import by_task, measured_table
 
+    for option in ("concurrency", "label"):
+        if getattr(arguments, option) is not None:
+            raise UserError(f"--{option} is for --endpoint, not for runs on this machine")
     chosen: dict[str, Any] = {}
     for setting in ("models", "methods", "tasks", "temperatures", "seeds", "limit",
                     "max_new_tokens", "engine"):  # fmt: skip
@@ -85,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
             chosen[setting] = getattr(arguments, setting)
     drafts = tuple(
         DraftSettings(count, max_ngram=high, min_ngram=low)
-        for count in arguments.draft_tokens
-        for low, high in arguments.ngram
+        for count in _or_default(arguments.draft_tokens, 5)
+        for low, high in _or_default(arguments.ngram, (1, 3))
     )
     shard = Shard.parse(arguments.shard) if arguments.shard else Shard()
     output = arguments.output
@@ -123,6 +127,10 @@ def run_merge(arguments: argparse.Namespace) -> None:
     count = merge_results(arguments.files, arguments.merged)
     result = {"results": str(arguments.merged), "rows": count}
     print(json.dumps(result) if arguments.json else f"{count} runs: {arguments.merged}")
+
+
+def _or_default(values: tuple[Any, ...] | None, default: Any) -> tuple[Any, ...]:
+    return (default,) if values is None else values
 
 
 def _floats(text: str) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_LOCAL = ("methods", "engine", "shard")
+_LOCAL = ("methods", "draft_tokens", "ngram", "engine", "shard")
 
 
 def run_endpoint(arguments: argparse.Namespace) -> None:
@@ -16,7 +16,8 @@ def run_endpoint(arguments: argparse.Namespace) -> None:
 
     for option in _LOCAL:
         if getattr(arguments, option) is not None:
-            raise UserError(f"--{option} is for runs on this machine, not for --endpoint")
+            name = option.replace("_", "-")
+            raise UserError(f"--{name} is for runs on this machine, not for --endpoint")
     models = arguments.models or (None,)
     if len(models) > 1:
         raise UserError("--models: name one model of the endpoint (default: the first it lists)")
@@ -34,16 +35,19 @@ def run_endpoint(arguments: argparse.Namespace) -> None:
         arguments.temperatures or (0.0,),
         **chosen,
         limit=None,
-        concurrency=arguments.concurrency,
-        method=arguments.label,
+        concurrency=(1,) if arguments.concurrency is None else arguments.concurrency,
+        method=arguments.label or "endpoint",
         results=output,
     )
+    errors = run.rows.loc[run.rows["error"] != "", "error"].value_counts()
+    if errors.sum() == len(run.rows):
+        raise UserError(f"none of {errors.sum()} requests was answered: {errors.index[0]}")
     table = run.table()
     if arguments.json:
         records = json.loads(table.to_json(orient="records"))
         print(json.dumps({"results": str(output), "rows": len(run.rows), "table": records}))
         return
     print(f"{table.T.to_string(header=False, float_format='{:.3g}'.format)}")
-    for error, count in run.rows.loc[run.rows["error"] != "", "error"].value_counts().items():
+    for error, count in errors.items():
         print(f"{count} x {error}")
     print(f"\n{len(run.rows)} requests: {output}")
