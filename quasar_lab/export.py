@@ -6,6 +6,7 @@ ordinary model with INT8 linears and has nothing to undo. `import_checkpoint` is
 """
 
 import json
+import os
 import secrets
 import shutil
 import warnings
@@ -62,9 +63,8 @@ def export_compressed_tensors(
     record = quantization_record(quantized)
     if not isinstance(quantized, PreTrainedModel):
         raise UserError(f"a {type(quantized).__name__} is no Hugging Face model: it has no config")
-    target = Path(directory).expanduser()
-    if target.exists():
-        raise UserError(f"{directory} exists already: choose a new folder, or remove it first")
+    target = new_folder(directory)
+    _check_card(base_model, licence, calibration_data, fidelity)
     rounded = {n: m for n, m in quantized.named_modules() if isinstance(m, W8A8Linear)}
     _check_loadable(quantized, rounded, record.report.set_index("name")["shape"].to_dict())
     widened = _widened(rounded)
@@ -75,6 +75,8 @@ def export_compressed_tensors(
             stacklevel=2,
         )
     tokenizer = tokenizer or getattr(model, "tokenizer", None) or _tokenizer_of(quantized)
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"tokenizer={tokenizer!r} is no tokenizer: pass one of transformers")
     source = base_model or getattr(model, "name", None) or Path(quantized.config._name_or_path).name
     in_full = [*record.report.name[record.report.precision == "full"], *widened]
     card = model_card(record, in_full, source, licence, calibration_data, fidelity)
@@ -87,6 +89,43 @@ def export_compressed_tensors(
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
     return target
+
+
+def new_folder(directory: str | Path) -> Path:
+    """The path of a folder that does not exist and can be made.
+
+    Asked before long work as well. Raises UserError.
+    """
+    target = Path(os.path.expanduser(directory))
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists already: choose a new folder, or remove it first")
+    place = next(parent for parent in target.absolute().parents if os.path.lexists(parent))
+    try:
+        probe = _temporary(place / target.name)
+        probe.mkdir()
+        probe.rmdir()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {target}: {one_line(error)}") from error
+    return target
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+
+
+def _check_card(
+    base_model: str | None,
+    licence: str | None,
+    calibration_data: str | None,
+    fidelity: pd.DataFrame | None,
+) -> None:
+    named = {"base_model": base_model, "licence": licence, "calibration_data": calibration_data}
+    for name, text in named.items():
+        if text is not None and not text.isprintable():
+            raise UserError(f"{name} is {text!r}: give a text of one line")
+    measured = {"kl", "tv", "top1_match"}
+    if fidelity is not None and not measured <= set(fidelity):
+        raise UserError("fidelity lacks columns kl, tv, top1_match: pass what compare_logits gives")
 
 
 def _check_loadable(
@@ -156,7 +195,7 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
 @contextmanager
 def _appearing(target: Path, tensors: Mapping[str, Tensor]) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its name when all went well."""
-    folder = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    folder = _temporary(target)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     try:
         folder.mkdir(parents=True)
@@ -168,7 +207,8 @@ def _appearing(target: Path, tensors: Mapping[str, Tensor]) -> Iterator[Path]:
             )
         yield folder
         folder.rename(target)
-    except (OSError, SafetensorError) as error:
+    # ValueError: what transformers makes of a wrong max_shard_size
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot write {target}: {one_line(error)}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

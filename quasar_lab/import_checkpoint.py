@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from quasar_lab.checkpoints.build import parse_device, parse_dtype, quiet_transformers
 from quasar_lab.checkpoints.compressed_tensors import W8A8Layout, read_layout
-from quasar_lab.checkpoints.folder import check_config, check_files, weight_files
+from quasar_lab.checkpoints.folder import check_config, check_files, one_line, weight_files
 from quasar_lab.checkpoints.names import resolve
 from quasar_lab.errors import UserError
 from quasar_lab.folding import Fold
@@ -46,21 +46,35 @@ def load_compressed_tensors(
     if source.kind != "folder":
         raise UserError(f"{directory!r}: give the local folder of a compressed-tensors checkpoint")
     folder, place = Path(source.place), parse_device(device)
+    wanted = parse_dtype(dtype, place)
     settings = check_config(folder, source.label, trust_remote_code=False, quantized=True)
     layout = read_layout(settings, source.label)
     check_files(folder, source.label)
+    try:
+        model, tokenizer = _build(folder, layout, wanted, source.label)
+        model = model.to(place).eval().requires_grad_(False)
+    except UserError:
+        raise
+    # transformers, tokenizers and safetensors raise errors of any kind for what a file may hold
+    except Exception as error:
+        raise UserError(f"{source.label} cannot be loaded: {one_line(error)}") from error
+    return LanguageModel(model, tokenizer, source.name)
+
+
+def _build(
+    folder: Path, layout: W8A8Layout, dtype: torch.dtype | None, label: str
+) -> tuple[Any, Any]:
     with quiet_transformers():
         config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         del config.quantization_config
         with init_empty_weights():
-            chosen = parse_dtype(dtype, place) or config.dtype
-            model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    _fill_(model, layout, dict(_tensors(folder, source.label)), source.label)
+    _fill_(model, layout, dict(_tensors(folder, label)), label)
     model.config._name_or_path = str(folder)
-    return LanguageModel(model.to(place).eval().requires_grad_(False), tokenizer, source.name)
+    return model, tokenizer
 
 
 def checkpoint_table(directory: str | Path) -> pd.DataFrame:
@@ -124,6 +138,8 @@ def _named_as_ours(
                 raise UserError(f"{label}: {key} is {tensor.dtype}, not int8: it is not compressed")
             yield f"{name}.qweight", tensor
         elif name in covered and kind == "weight_scale":
+            if not tensor.is_floating_point() or not (tensor >= 0).all() or tensor.isinf().any():
+                raise UserError(f"{label}: {key} holds what is no scale: copy or fetch it again")
             yield key, tensor.float().flatten()
         else:
             yield key, tensor.to(dtype)

@@ -1,5 +1,7 @@
 """The model card of an exported checkpoint: what was done to which model, and how much it cost."""
 
+import json
+import re
 from collections.abc import Sequence
 
 import pandas as pd
@@ -63,13 +65,18 @@ def model_card(
 
 
 def _header(base: str, licence: str | None) -> list[str]:
-    lines = ["---", f"base_model: {base}", "base_model_relation: quantized"]
+    lines = ["---", f"base_model: {_yaml(base)}", "base_model_relation: quantized"]
     known = (licence or "").lower()
     if known in _KNOWN_LICENCES:
         lines.append(f"license: {known}")
     elif licence:
-        lines += ["license: other", f"license_name: {licence}"]
+        lines += ["license: other", f"license_name: {_yaml(licence)}"]
     return [*lines, "library_name: transformers", "tags: [compressed-tensors, int8, w8a8]", "---"]
+
+
+def _yaml(text: str) -> str:
+    """A text as a YAML value; in double quotes where a plain one could mean something else."""
+    return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
 
 
 def _recipe(record: QuantizationRecord, in_full_precision: Sequence[str]) -> list[str]:

@@ -5,6 +5,8 @@ options cannot express is said in `ServeCommand.notes`, not passed over.
 """
 
 import json
+import os
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +74,12 @@ def vllm_command(
         first node's, as the others reach it.
     max_model_len: tokens of context to reserve memory for; None: the model's own.
 
-    Raises UserError for a folder that vLLM could not load, a number of GPUs that does not divide
-    the attention heads, and drafters without a counterpart in vLLM.
+    Raises UserError for a folder that vLLM could not load, numbers of GPUs or nodes that it could
+    not split the model over, a context beyond the model's, and drafters without a counterpart.
     """
-    folder = Path(directory).expanduser()
+    folder = Path(os.path.expanduser(directory))
     config = _checked(folder, str(directory))
-    _check_settings(config, device, num_gpus, num_nodes, backend, port, max_model_len)
+    _check_settings(config, device, num_gpus, num_nodes, backend, head_address, port, max_model_len)
     quantized = "quantization_config" in config
     speculation, notes = _speculation(drafter)
     if device == "cuda" and quantized:
@@ -133,7 +135,7 @@ def _on_several_nodes(
 
 
 def _checked(folder: Path, label: str) -> dict[str, Any]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"there is no folder {label!r}: write one with `quasar-lab export FOLDER`")
     config = check_config(folder, label, trust_remote_code=False, quantized=True)
     if config.get("quantization_config"):
@@ -148,6 +150,7 @@ def _check_settings(
     num_gpus: int,
     num_nodes: int,
     backend: str,
+    head_address: str,
     port: int,
     max_model_len: int | None,
 ) -> None:
@@ -155,6 +158,8 @@ def _check_settings(
         raise UserError(f"device is {device!r}: choose from {', '.join(DEVICES)}")
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}: choose from {', '.join(BACKENDS)}")
+    if not re.fullmatch(r"[\w.:-]+", head_address):
+        raise UserError(f"head_address is {head_address!r}: give the name or address of a machine")
     if not 0 < port < 65536:
         raise UserError(f"port is {port}: choose one from 1 to 65535")
     if num_gpus < 1 or num_nodes < 1:
@@ -163,14 +168,45 @@ def _check_settings(
         )
     if device == "cpu" and (num_gpus, num_nodes) != (1, 1):
         raise UserError('several GPUs or nodes are for device="cuda"')
+    layers = _number(config, "num_hidden_layers")
+    if layers and num_nodes > layers:
+        raise UserError(f"{num_nodes} nodes cannot share {layers} layers: choose at most {layers}")
+    longest = _number(config, "max_position_embeddings")
     if max_model_len is not None and max_model_len < 1:
         raise UserError(f"max_model_len is {max_model_len}: choose at least 1 token")
-    heads = config.get("num_attention_heads")
-    if isinstance(heads, int) and heads % num_gpus:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise UserError(
-            f"{num_gpus} GPUs cannot share {heads} attention heads evenly: choose from {divisors}"
-        )
+    if max_model_len and longest and max_model_len > longest and not _is_stretched(config):
+        raise UserError(f"max_model_len is {max_model_len}: the model takes {longest} at most")
+    _check_split(config, num_gpus)
+
+
+def _check_split(config: dict[str, Any], num_gpus: int) -> None:
+    """vLLM gives each GPU as many heads, key-value heads (or a copy of one) and MLP rows."""
+    heads = _number(config, "num_attention_heads")
+    cached = _number(config, "num_key_value_heads") or heads
+    inner = _number(config, "intermediate_size")
+
+    def fits(number: int) -> bool:
+        shared = cached % number == 0 or number % cached == 0
+        return heads % number == 0 and shared and inner % number == 0
+
+    if heads and not fits(num_gpus):
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+        parts = f"{heads} attention heads ({cached} of keys and values)"
+        if inner:
+            parts += f" and an MLP of {inner}"
+        raise UserError(f"{num_gpus} GPUs cannot share {parts} evenly: choose from {fitting}")
+
+
+def _number(config: dict[str, Any], name: str) -> int:
+    """An entry of config.json; 0 where it has none."""
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _is_stretched(config: dict[str, Any]) -> bool:
+    """Whether a rotary scaling makes the context longer than config.json's positions."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return scaling.get("rope_type", scaling.get("type", "default")) != "default"
 
 
 def _speculation(drafter: object) -> tuple[dict[str, Any] | None, list[str]]:

@@ -1,10 +1,11 @@
 """Measuring a server: good, slow, failing and cutting ones; nothing hangs, nothing is lost."""
 
 import json
+import queue
 import re
-import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -311,10 +312,14 @@ class TestRun:
         run = run_endpoint_benchmark(connect(server), TASKS, concurrency=(10**9,), **OPTIONS)
         assert len(run.rows) == 4 and server.most_active <= 3
 
-    def test_ctrl_c_does_not_wait_for_a_silent_server(self, server) -> None:
+    def test_ctrl_c_does_not_wait_for_a_silent_server(self, server, monkeypatch) -> None:
+        class Interrupted(queue.SimpleQueue):
+            def get(self, *_: object) -> None:
+                raise KeyboardInterrupt
+
+        own = SimpleNamespace(SimpleQueue=Interrupted, Empty=queue.Empty)
+        monkeypatch.setattr(module, "queue", own)
         tasks = {"t": [Prompt(1, "t", ("silent a",))]}
-        main_thread = threading.main_thread().ident
-        threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             run_endpoint_benchmark(connect(server, silence=60), tasks, **OPTIONS)
         assert any(thread.name == "asking" for thread in threading.enumerate())  # left to itself

@@ -2,16 +2,19 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import compressed_tensors.quantization.lifecycle.forward as emulation
+import pandas as pd
 import pytest
 import torch
+import yaml
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationArgs, apply_quantization_config
 from compressed_tensors.quantization import QuantizationConfig as FormatConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import write_folder
 from tiny_models import FAMILIES
 from torch import nn
@@ -252,7 +255,7 @@ class TestCommand:
         assert "license: mit" in card and "the built-in texts of quasar-lab, 32 batches" in card
         assert f"mean KL {printed['fidelity']['kl']:.4f}" in card
         assert main(command) == 2
-        assert capsys.readouterr().err.endswith("exists already: choose a new folder\n")
+        assert capsys.readouterr().err.endswith("choose a new folder, or remove it first\n")
 
 
 class TestFolder:
@@ -333,6 +336,10 @@ class TestFolder:
         (tmp_path / "taken").mkdir()
         with pytest.raises(UserError, match="exists already"):
             export_compressed_tensors(quantized, tmp_path / "taken")
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(UserError, match="exists already"):
+            export_compressed_tensors(quantized, tmp_path / "link")
+        (tmp_path / "link").unlink()
 
         def fails(folder) -> None:
             raise OSError("the cable is out")
@@ -345,6 +352,40 @@ class TestFolder:
         with pytest.raises(UserError, match="are free"):
             export_compressed_tensors(quantized, tmp_path / "new")
         assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+    @pytest.mark.parametrize(
+        "settings, message",
+        [
+            ({"tokenizer": "gpt2"}, "'gpt2' is no tokenizer"),
+            ({"max_shard_size": "abc"}, "cannot write .*'abc'"),
+            ({"licence": "a\nb"}, "licence is .*one line"),
+            ({"fidelity": pd.DataFrame({"loss": [1.0]})}, "lacks columns kl"),
+        ],
+    )
+    def test_wrong_settings(self, settings, message, tiny, tmp_path) -> None:
+        with pytest.raises(UserError, match=message):
+            export_compressed_tensors(quantized_of(tiny.model), tmp_path / "new", **settings)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("directory", ["x" * 300, "file/new"], ids=["long", "in a file"])
+    def test_where_no_folder_can_be_made(self, directory, tiny, tmp_path, monkeypatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match="cannot write"):
+            export_compressed_tensors(quantized_of(tiny.model), directory)
+
+    def test_a_place_is_checked_before_the_work(self, tmp_path, capsys) -> None:
+        (tmp_path / "file").touch()
+        # the model is not asked for: there is none
+        assert main(["export", str(tmp_path / "file" / "new"), "--model", "/none"]) == 2
+        assert "cannot write" in capsys.readouterr().err
+
+    def test_a_card_is_yaml_whatever_the_name(self, tiny, tmp_path) -> None:
+        folder = export_compressed_tensors(
+            quantized_of(tiny.model), tmp_path / "w8a8", base_model="a: b", licence="own: c"
+        )
+        header = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+        assert (header["base_model"], header["license_name"]) == ("a: b", "own: c")
 
     def test_what_engines_cannot_load_is_refused(self, tiny, tmp_path) -> None:
         with pytest.raises(UserError, match="does not come from quantize"):
@@ -460,6 +501,37 @@ class TestImport:
         entry[path[-1]] = value
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=message):
+            load_compressed_tensors(folder)
+
+    @pytest.mark.parametrize(
+        "name, text",
+        [
+            ("tokenizer.json", "{"),
+            ("tokenizer.json", "{}"),
+            ("tokenizer_config.json", "{"),
+            ("generation_config.json", "{"),
+            ("config.json", {"hidden_size": "many"}),
+            ("config.json", {"num_attention_heads": 0}),
+            ("config.json", {"dtype": "float3"}),
+            ("config.json", {"quantization_config": "x"}),
+        ],
+    )
+    def test_what_a_file_may_not_hold(self, name, text, foreign, tmp_path) -> None:
+        folder = shutil.copytree(foreign[1], tmp_path / "other")
+        if isinstance(text, dict):
+            text = json.dumps({**json.loads((folder / name).read_text()), **text})
+        (folder / name).write_text(text)
+        with pytest.raises(UserError) as raised:
+            load_compressed_tensors(folder)
+        assert "\n" not in str(raised.value)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+    def test_a_scale_that_is_none(self, value, foreign, tmp_path) -> None:
+        folder = shutil.copytree(foreign[1], tmp_path / "other")
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight_scale"][3] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match="weight_scale holds what is no scale"):
             load_compressed_tensors(folder)
 
     def test_load_says_what_to_call(self, foreign, tiny) -> None:

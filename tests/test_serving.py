@@ -78,7 +78,11 @@ class TestCommand:
         "settings, message",
         [
             ({"device": "tpu"}, "device is 'tpu'"),
-            ({"num_gpus": 3}, "3 GPUs cannot share 4 attention heads evenly: choose from 1, 2, 4"),
+            ({"num_gpus": 3}, r"3 GPUs cannot share 4 attention heads .*: choose from 1, 2, 4"),
+            ({"num_nodes": 4}, "4 nodes cannot share 3 layers: choose at most 3"),
+            ({"num_nodes": 2, "head_address": ""}, "head_address is ''"),
+            ({"num_nodes": 2, "head_address": "a; rm -r b"}, "head_address is 'a; rm"),
+            ({"max_model_len": 4097}, "max_model_len is 4097: the model takes 4096 at most"),
             ({"num_gpus": 0}, "must be at least 1"),
             ({"device": "cpu", "num_gpus": 2}, 'for device="cuda"'),
             ({"num_nodes": 2, "backend": "mpi"}, "choose from mp, ray"),
@@ -90,15 +94,47 @@ class TestCommand:
         with pytest.raises(UserError, match=message):
             vllm_command(tiny_folder, **settings)
 
+    def test_gpus_share_all_parts_of_a_layer(self, tiny_folder, tmp_path) -> None:
+        """vLLM stops with an assertion where a part cannot be split."""
+        for file in tiny_folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((tmp_path / "config.json").read_text())
+
+        def choice(**entries: int) -> str:
+            (tmp_path / "config.json").write_text(json.dumps({**config, **entries}))
+            with pytest.raises(UserError) as raised:
+                vllm_command(tmp_path, num_gpus=5)
+            return str(raised.value).rpartition("choose from ")[2]
+
+        assert choice(num_attention_heads=12, num_key_value_heads=12) == "1, 2, 3, 4, 6, 12"
+        # four key-value heads: two GPUs may hold a copy of one, three of six could not
+        assert choice(num_attention_heads=12, num_key_value_heads=4) == "1, 2, 4, 12"
+        # the default model: 9 heads, but an MLP of 1,536
+        config["intermediate_size"] = 1536
+        assert choice(num_attention_heads=9, num_key_value_heads=3) == "1, 3"
+
+    def test_a_stretched_context_may_be_longer(self, tiny_folder, tmp_path) -> None:
+        for file in tiny_folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert option(vllm_command(tmp_path, max_model_len=8192).arguments, "--max-model-len")
+
     def test_the_folder_must_hold_what_vllm_can_load(self, tiny_folder, tmp_path) -> None:
         with pytest.raises(UserError, match="quasar-lab export"):
             vllm_command(tmp_path / "none")
+        with pytest.raises(UserError, match="there is no folder"):
+            vllm_command("x" * 300)  # too long a name for a file system
         for file in tiny_folder.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
         config = json.loads((tmp_path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "compressed-tensors"}
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match="status is None"):
+            vllm_command(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": "x"}))
+        with pytest.raises(UserError, match="quantization_config is 'x'"):
             vllm_command(tmp_path)
 
 
@@ -145,9 +181,17 @@ class TestCommandLine:
         assert (
             shlex.split(printed)[2:] == vllm_command(tiny_folder, drafter, device="cpu").arguments
         )
-        assert main([*command, "--drafter", "none", "--json"]) == 0
+        assert main([*command[:4], "--drafter", "none", "--json"]) == 0
         assert "--speculative-config" not in json.loads(capsys.readouterr().out)["nodes"][0]
 
     def test_wrong_input_is_one_line(self, tiny_folder, capsys) -> None:
         assert main(["serve-command", str(tiny_folder), "--drafter", "eagle"]) == 2
         assert "choose from ngram, suffix, none" in capsys.readouterr().err
+        for more, message in (
+            (["--drafter", "suffix", "--ngram", "2:3"], "--ngram is for --drafter ngram"),
+            (["--drafter", "none", "--draft-tokens", "3"], "--draft-tokens is for a drafter"),
+            (["--draft-tokens", "0"], "num_draft_tokens is 0"),
+        ):
+            assert main(["serve-command", str(tiny_folder), *more]) == 2
+            printed = capsys.readouterr()
+            assert message in printed.err and printed.err.count("\n") == 1 and not printed.out

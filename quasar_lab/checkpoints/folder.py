@@ -41,7 +41,10 @@ def check_config(
     if not isinstance(model_type, str):
         raise UserError(f"{label}: config.json names no model_type, so it is no transformers model")
     _check_architecture(config, model_type, label, trust_remote_code)
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    entry = config.get("quantization_config") or {}
+    if not isinstance(entry, dict):
+        raise UserError(f"{label}: quantization_config is {entry!r} in config.json, no JSON object")
+    method = entry.get("quant_method")
     if method and not quantized:
         hint = "; load_compressed_tensors takes it as it is" * (method == "compressed-tensors")
         raise UserError(

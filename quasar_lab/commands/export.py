@@ -27,13 +27,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from quasar_lab.benchmark import quantize_for_benchmark
-    from quasar_lab.errors import UserError
-    from quasar_lab.export import export_compressed_tensors
+    from quasar_lab.export import export_compressed_tensors, new_folder
     from quasar_lab.loading import DEFAULT_MODEL, LanguageModel, load
     from quasar_lab.progress import say
 
-    if arguments.output.exists():  # before minutes of work, not after
-        raise UserError(f"{arguments.output} exists already: choose a new folder")
+    new_folder(arguments.output)  # before minutes of work, not after
     model = load(arguments.model or DEFAULT_MODEL, dtype=arguments.dtype)
     say(f"calibrating and quantising {model.name}")
     quantized = quantize_for_benchmark(model)

@@ -20,8 +20,8 @@ def add(commands: Any) -> None:
     serve.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     serve.add_argument("--drafter", default="ngram",
                        help="ngram, suffix or none (default: ngram)")  # fmt: skip
-    serve.add_argument("--draft-tokens", type=int, default=5, help="tokens a draft (default: 5)")
-    serve.add_argument("--ngram", type=ngram_range, default=(1, 3), metavar="MIN:MAX",
+    serve.add_argument("--draft-tokens", type=int, help="tokens a draft (default: 5)")
+    serve.add_argument("--ngram", type=ngram_range, metavar="MIN:MAX",
                        help="lengths of the n-grams looked up (default: 1:3)")  # fmt: skip
     serve.add_argument("--gpus", type=int, default=1, help="of each node (default: 1)")
     serve.add_argument("--nodes", type=int, default=1, help="default: 1")
@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     from quasar_lab.errors import UserError
     from quasar_lab.serving import vllm_command
 
-    (low, high), count = arguments.ngram, arguments.draft_tokens
+    low, high = arguments.ngram or (1, 3)
+    count = 5 if arguments.draft_tokens is None else arguments.draft_tokens
     # "first" is vLLM's rule, so that nothing is left to note
     drafters = {
         "ngram": lambda: NGramDrafter(high, low, count, match="first"),
@@ -47,6 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
     }
     if arguments.drafter not in drafters:
         raise UserError(f"drafter is {arguments.drafter!r}: choose from {', '.join(drafters)}")
+    if arguments.ngram and arguments.drafter != "ngram":
+        raise UserError(f"--ngram is for --drafter ngram, not for {arguments.drafter}")
+    if arguments.draft_tokens is not None and arguments.drafter == "none":
+        raise UserError("--draft-tokens is for a drafter, and --drafter is none")
     command = vllm_command(
         arguments.folder,
         drafters[arguments.drafter](),
