@@ -5,11 +5,13 @@ the damage. `sensitivity` rounds one linear at a time and measures what that alo
 output distribution; `meet_budget` keeps the worst ones in full precision until the mean KL is
 within a budget.
 
-Cost: one linear is one run of the model from that linear's layer on (the layers before it are
-answered from a cache), so a model of L linears costs about L / 2 runs of `num_tokens` tokens.
+Cost: one linear is one run of the model from that linear's layer on, so a model of L linears costs
+about L / 2 runs of `num_tokens` tokens, and as many of its output layer again: no distribution is
+kept (`trial_runs`). The default model takes about two minutes on two cores.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import pandas as pd
 import torch
@@ -21,7 +23,7 @@ from quasar_lab.quantization_report import QuantizationRecord, quantization_reco
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.structure import decoder_layers, linear_layers, weight_matrix
 from quasar_lab.token_batches import unpadded
-from quasar_lab.trial_runs import TrialRun, answered, kl_sum, layer_output
+from quasar_lab.trial_runs import TrialRun, answered, kl_sums, layer_output
 
 # Tokens on which one linear is judged, and on which the budget is checked.
 SENSITIVITY_TOKENS = 128
@@ -51,14 +53,16 @@ def sensitivity(
     for ids in batches:
         reference = TrialRun(model, ids)
         done, output = 0, None  # layers that need not run again, and what the last of them returned
-        for name in sorted(rounded, key=depth.__getitem__):
-            while done < depth[name]:
+        for index, group in groupby(sorted(rounded, key=depth.__getitem__), key=depth.__getitem__):
+            while done < index:
                 with answered(layers[:done], output):
                     output = layer_output(model, ids, layers[done])
                 done += 1
+            names = list(group)
             with answered(layers[:done], output):
-                run = TrialRun(model, ids, {name: rounded[name]}, fold)
-            totals[name] += kl_sum(reference, run)
+                runs = [TrialRun(model, ids, {name: rounded[name]}, fold) for name in names]
+            for name, total in zip(names, kl_sums(reference, runs), strict=True):
+                totals[name] += total
     table = pd.DataFrame(
         {
             "name": list(totals),
@@ -73,7 +77,7 @@ def sensitivity(
 def mean_kl(model: nn.Module, other: nn.Module, sequences: Sequence[Tensor]) -> float:
     """Mean KL(model || other) in nats a token over `sequences` of token ids."""
     batches = _first_tokens(sequences, None, model)
-    total = sum(kl_sum(TrialRun(model, ids), TrialRun(other, ids)) for ids in batches)
+    total = sum(kl_sums(TrialRun(model, ids), [TrialRun(other, ids)])[0] for ids in batches)
     return total / sum(ids.numel() for ids in batches)
 
 
@@ -131,7 +135,7 @@ def _how_many(
     def within(count: int) -> bool:
         rest = dict(list(rounded.items())[count:])
         total = sum(
-            kl_sum(TrialRun(model, ids), TrialRun(model, ids, rest, fold)) for ids in tokens
+            kl_sums(TrialRun(model, ids), [TrialRun(model, ids, rest, fold)])[0] for ids in tokens
         )
         return total / sum(ids.numel() for ids in tokens) <= budget_kl
 

@@ -19,8 +19,8 @@ from quasar_lab.folding import Fold
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.structure import decoder_layers
 
-# Of a token's distribution: float32 copies that comparing two of them makes, with some to spare.
-_COPIES = 8
+# Of a token's distribution: the float32 copies that comparing two of them makes, and one to spare.
+_COPIES = 4
 
 
 class TrialRun:
@@ -88,14 +88,23 @@ def layer_output(model: nn.Module, ids: Int64[Tensor, "1 S"], layer: nn.Module) 
         handle.remove()
 
 
-def kl_sum(expected: TrialRun, other: TrialRun) -> float:
-    """KL(expected || other), summed over the tokens."""
-    total = 0.0
+def kl_sums(expected: TrialRun, others: Sequence[TrialRun]) -> list[float]:
+    """KL(expected || other) of each other run, summed over the tokens."""
+    totals = [0.0] * len(others)
     for rows in expected.chunks:
-        log_p, log_q = expected.log_softmax(rows), other.log_softmax(rows)
-        log_q.sub_(log_p).mul_(log_p.exp_())
-        total -= float(log_q.sum(-1).double().sum())
-    return total
+        log_p = expected.log_softmax(rows)
+        for index, other in enumerate(others):
+            totals[index] += _kl(log_p, other.log_softmax(rows))
+        del log_p  # not beside the next one
+    return totals
+
+
+def _kl(log_p: Float[Tensor, "rows vocab"], log_q: Float[Tensor, "rows vocab"]) -> float:
+    """Summed over the rows, in the memory of log_q."""
+    log_q.sub_(log_p)
+    for difference, row in zip(log_q, log_p, strict=True):  # exp of all would be one more copy
+        difference.mul_(row.exp())
+    return -float(log_q.sum(-1).double().sum())
 
 
 @contextmanager
