@@ -21,7 +21,7 @@ from quasar_lab.decoder import FastDecoder
 from quasar_lab.machine import describe_machine
 from quasar_lab.machine_probe import probe_steps, rates_from_times
 from quasar_lab.model_shapes import SHAPES
-from quasar_lab.plots_cost import plot_scaling
+from quasar_lab.plots.cost import plot_scaling
 from quasar_lab.progress import say
 from quasar_lab.random_decoder import random_decoder
 from quasar_lab.results import write_atomically

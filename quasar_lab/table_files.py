@@ -9,7 +9,7 @@ import pandas as pd
 
 from quasar_lab.errors import UserError
 from quasar_lab.paper_figures import PAPER_LINK
-from quasar_lab.plots_bench import plot_by_draft, plot_by_task, plot_by_temperature
+from quasar_lab.plots.bench import plot_by_draft, plot_by_task, plot_by_temperature
 from quasar_lab.results import write_atomically
 from quasar_lab.tables import (
     beside_paper,

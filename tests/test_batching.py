@@ -8,7 +8,7 @@ from quasar_lab import UserError
 from quasar_lab.batching import batch_speedups, batch_step
 from quasar_lab.cost_model import own_machine, predict_step, step_work
 from quasar_lab.model_shapes import SHAPES
-from quasar_lab.plots_serving import plot_batches, plot_servers
+from quasar_lab.plots.serving import plot_batches, plot_servers
 from quasar_lab.serving_figures import recorded_serving
 
 MACHINE = own_machine(1000, {"INT8": 400.0, "bf16": 200.0})

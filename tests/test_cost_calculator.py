@@ -6,7 +6,7 @@ import pytest
 from quasar_lab.cost_model import own_machine, predict_step, step_work
 from quasar_lab.data_sheets import DATA_SHEETS
 from quasar_lab.model_shapes import SHAPES
-from quasar_lab.plots_cost import plot_prediction, plot_scaling
+from quasar_lab.plots.cost import plot_prediction, plot_scaling
 from quasar_lab.widgets.cost_calculator import OWN, CostCalculator
 
 

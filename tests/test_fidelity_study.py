@@ -14,7 +14,7 @@ from quasar_lab.fidelity_study import (
     emitted_distribution,
     layer_group_variants,
 )
-from quasar_lab.plots_fidelity import (
+from quasar_lab.plots.fidelity import (
     METRICS,
     plot_distances,
     plot_explorer,

@@ -19,7 +19,7 @@ from quasar_lab.outlier_study import (
     study_linear,
     token_errors,
 )
-from quasar_lab.plots_outliers import (
+from quasar_lab.plots.outliers import (
     magnitude_surface,
     plot_alpha_sweep,
     plot_magnitudes,

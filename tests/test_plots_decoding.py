@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from quasar_lab import NGramDrafter, SamplingConfig, generate
 from quasar_lab.acceptance_table import acceptance_table
-from quasar_lab.plots_decoding import (
+from quasar_lab.plots.decoding import (
     plot_acceptance_check,
     plot_acceptance_rule,
     plot_curves,

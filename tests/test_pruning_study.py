@@ -7,7 +7,7 @@ import torch
 from quasar_lab import UserError, generate, prune_layers
 from quasar_lab.exercises import check
 from quasar_lab.fidelity_runs import Text
-from quasar_lab.plots_pruning import plot_collapse, plot_influence, plot_roles
+from quasar_lab.plots.pruning import plot_collapse, plot_influence, plot_roles
 from quasar_lab.pruning_study import prune_and_compare
 from quasar_lab.widgets.pruning_explorer import PruningExplorer
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from quasar_lab import UserError, plots_gemm, roofline
+from quasar_lab import UserError, roofline
 from quasar_lab.int8_gemm import int8_matmul, quantize_activation, quantize_weight, triton_reading
+from quasar_lab.plots import gemm as plots_gemm
 
 
 def test_break_even_is_where_reading_and_arithmetic_take_equally_long() -> None:

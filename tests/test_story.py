@@ -13,7 +13,7 @@ from quasar_lab import NGramDrafter, SamplingConfig, UserError, generate
 from quasar_lab.acceptance_table import acceptance_table
 from quasar_lab.draft_strip import KINDS, draft_strip
 from quasar_lab.paper_figures import paper_table, readable
-from quasar_lab.plots_story import plot_steps, plot_terms, plot_token_chances
+from quasar_lab.plots.story import plot_steps, plot_terms, plot_token_chances
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any)
 

@@ -16,7 +16,7 @@ from quasar_lab.cost_model import (
 )
 from quasar_lab.data_sheets import DATA_SHEETS
 from quasar_lab.model_shapes import SHAPES
-from quasar_lab.plots_cost import plot_speedups
+from quasar_lab.plots.cost import plot_speedups
 from quasar_lab.widgets.picture_panel import PicturePanel
 
 OWN = "my own"

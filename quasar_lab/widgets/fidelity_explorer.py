@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from quasar_lab.errors import UserError
 from quasar_lab.fidelity_runs import bootstrap_interval
-from quasar_lab.plots_fidelity import METRICS, plot_explorer
+from quasar_lab.plots.fidelity import METRICS, plot_explorer
 from quasar_lab.widgets.picture_panel import PicturePanel
 
 EVERYTHING = "all"

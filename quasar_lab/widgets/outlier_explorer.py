@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.errors import UserError
 from quasar_lab.outlier_study import LinearStudy, groups_by_reader, study_linear
-from quasar_lab.plots_outliers import plot_study
+from quasar_lab.plots.outliers import plot_study
 from quasar_lab.structure import as_module, decoder_layers, linear_layers
 from quasar_lab.widgets.picture_panel import PicturePanel
 

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from quasar_lab.errors import UserError
-from quasar_lab.plots_pruning import plot_collapse
+from quasar_lab.plots.pruning import plot_collapse
 from quasar_lab.widgets.picture_panel import PicturePanel
 
 _COLUMNS = ("strategy", "keep", "layers", "kl", "tv", "top1", "text")

@@ -15,7 +15,7 @@ from IPython.display import HTML, display
 from quasar_lab.errors import UserError
 from quasar_lab.loading import LanguageModel
 from quasar_lab.notebook import show
-from quasar_lab.plots_race import plot_race
+from quasar_lab.plots.race import plot_race
 from quasar_lab.race import DRAFTERS, Lane, Race, RaceSettings, race_table, run_race
 from quasar_lab.tasks import TASKS
 from quasar_lab.widgets.panel import Panel

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from quasar_lab.cost_model import Machine
 from quasar_lab.model_shapes import SHAPES, ModelShape
-from quasar_lab.plots_cost import plot_scenarios
+from quasar_lab.plots.cost import plot_scenarios
 from quasar_lab.what_if import Scenario, price_scenarios
 from quasar_lab.widgets.picture_panel import PicturePanel
 
