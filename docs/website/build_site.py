@@ -31,6 +31,7 @@ from quasar_lab.course import LESSONS, START_PAGE
 ROOT = Path(__file__).parents[2]
 EXECUTED = ROOT / "build" / "notebooks"
 CELL_SECONDS = 1800
+STARTUP_SECONDS = 600  # a busy machine is no reason to begin again
 DOCUMENTS = {
     "own_model": "Your own model",
     "teaching": "Teaching with it",
@@ -68,7 +69,7 @@ def executed(path: Path) -> Any:
     print(f"running {path.relative_to(ROOT)}", flush=True)
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3",
+        notebook, timeout=CELL_SECONDS, startup_timeout=STARTUP_SECONDS, kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()  # fmt: skip
     EXECUTED.mkdir(parents=True, exist_ok=True)
