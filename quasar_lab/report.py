@@ -6,7 +6,7 @@ import io
 
 from matplotlib.figure import Figure
 
-from quasar_lab.demo import DemoResult
+from quasar_lab.demo_result import DemoResult
 from quasar_lab.plots import plot_acceptance, plot_divergence, plot_gain, plot_speed
 
 _STYLE = """

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from quasar_lab import cli
-from quasar_lab.demo import DemoSettings, run_demo
+from quasar_lab.demo import run_demo
+from quasar_lab.demo_result import DemoSettings
 from quasar_lab.report import demo_page
 
 

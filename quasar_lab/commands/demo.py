@@ -38,7 +38,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from quasar_lab.demo import QUICK, DemoSettings, run_demo
+    from quasar_lab.demo import run_demo
+    from quasar_lab.demo_result import QUICK, DemoSettings
     from quasar_lab.methods import DraftSettings
 
     chosen: dict[str, Any] = dict(QUICK) if arguments.quick else {}
