@@ -6,11 +6,11 @@ Exports the default model, serves {full precision, W8A8} x {plain, n-gram} one a
 127.0.0.1 with the commands of `vllm_command`, and for each server
 - runs the endpoint benchmark (the same prompts as everywhere, one and several requests at a time),
 - asks it for the log-probabilities of a text and compares them with the lab's own.
-Then transformers runs the checkpoint on every built-in prompt, and its logits are compared with the
-lab's; and the lab measures its own four methods on the servers' prompts. Each part is kept in
---output and not run again: `--only NAME` runs one, so that the parts can be measured at different
-times. At the end the table is printed and written to --figures. The exit code is 1 if a check
-fails.
+Then transformers runs the checkpoint on two built-in prompts a task, and its logits are compared
+with the lab's; and the lab measures its own four methods on the prompts of the servers. Each part
+is kept in --output and not run again: `--only NAME` runs one, so that the parts can be measured at
+different times. At the end the table is printed and written to --figures. The exit code is 1 if a
+check fails.
 
 The checks. Greedily, n-gram speculation must write what plain decoding writes; where the texts
 part, the two tokens must be a near-tie that rounding decides. In full precision the
@@ -53,6 +53,7 @@ from quasar_lab import (
     vllm_command,
 )
 from quasar_lab.benchmark import quantize_for_benchmark
+from quasar_lab.checkpoints.build import quiet_transformers
 from quasar_lab.fidelity import compare_logits
 from quasar_lab.loading import fetch
 from quasar_lab.machine import describe_machine
@@ -150,18 +151,19 @@ def own_log_probabilities(model: Any, ids: list[int], disturbance: float = 0.0) 
 
 
 def measure_transformers(checkpoint: Path, lab: LanguageModel, quantized: Any) -> dict[str, Any]:
-    """How far from the lab's W8A8 logits those of transformers are, on every built-in prompt.
+    """How far from the lab's W8A8 logits those of transformers are, on built-in prompts.
 
     Besides, for scale: those of the lab's W8A8 model disturbed, and of the lab in full precision.
     """
-    served = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with quiet_transformers():
+        served = AutoModelForCausalLM.from_pretrained(checkpoint)
     others = {
         "transformers": (served, 0.0),
         "lab_disturbed_by_1e-7": (quantized, DISTURBANCE),
         "lab_full_precision": (lab.model, 0.0),
     }
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in others}
-    for prompt in [prompt for task in TASKS for prompt in load_task(task)]:
+    for prompt in [prompt for task in TASKS for prompt in load_task(task, 2)]:
         ids = lab.encode_chat(conversation(prompt)).tolist()
         own = own_logits(quantized, ids)
         for name, (model, disturbance) in others.items():

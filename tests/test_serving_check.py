@@ -42,12 +42,10 @@ def test_a_server_is_compared_token_by_token(tiny_llama) -> None:
     assert (yardstick < 1e-4).all()  # full precision does not amplify a disturbance of 1e-7
 
 
-def test_transformers_is_compared_on_every_prompt(
-    tiny_language_model, tmp_path, monkeypatch
-) -> None:
+def test_transformers_is_compared_on_prompts(tiny_language_model, tmp_path, monkeypatch) -> None:
     lab, prompts = tiny_language_model, load_task("gsm8k", 2)
     monkeypatch.setattr(serving_check, "TASKS", {"t": ""})
-    monkeypatch.setattr(serving_check, "load_task", lambda task: prompts)
+    monkeypatch.setattr(serving_check, "load_task", lambda task, limit: prompts)
     quantized = quantize(lab.model, None, QuantizationConfig(smoothing="none"))
     checkpoint = export_compressed_tensors(quantized, tmp_path / "w8a8")
     found = serving_check.measure_transformers(checkpoint, lab, quantized)
