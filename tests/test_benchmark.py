@@ -5,8 +5,9 @@ import json
 import pandas as pd
 import pytest
 
-from quasar_lab import Prompt, UserError, run_benchmark
+from quasar_lab import Prompt, UserError, calibrate, run_benchmark
 from quasar_lab import runners as runners_module
+from quasar_lab.benchmark import calibration_batches
 from quasar_lab.methods import FOUR_CELLS, FULL, METHODS, PRUNED, DraftSettings
 
 TASKS = {
@@ -39,6 +40,16 @@ def test_same_target_same_greedy_text(rows) -> None:
             exact = FULL in (method.precision, method.confirm)
             says = "plain" if exact else method.precision  # both INT8 precisions have a plain one
             assert tokens[method.name] == tokens[says], method.name
+
+
+def test_calibration_texts_end_where_the_model_does(tiny_language_model, monkeypatch) -> None:
+    """A text longer than the context of a small model ended the benchmark and the export."""
+    config = tiny_language_model.model.config
+    assert max(len(ids) for ids in calibration_batches(tiny_language_model, 8)) > 100
+    monkeypatch.setattr(config, "max_position_embeddings", 100)
+    batches = calibration_batches(tiny_language_model, 8)
+    assert max(len(ids) for ids in batches) == 100
+    calibrate(tiny_language_model.model, batches)
 
 
 def test_every_speculative_method_drafts(rows) -> None:
