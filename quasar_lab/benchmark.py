@@ -40,7 +40,7 @@ from quasar_lab.tasks import TASKS, Prompt, conversation, load_calibration_texts
 
 
 def calibration_batches(model: LanguageModel, limit: int | None = None) -> list[Tensor]:
-    """The built-in calibration texts as token ids, LongTensor[S], no longer than the model takes."""
+    """The built-in calibration texts as token ids, LongTensor[S], cut to what the model takes."""
     most = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
     texts = load_calibration_texts(limit)
     return [torch.tensor(model.tokenizer(text)["input_ids"][:most]) for text in texts]

@@ -6,8 +6,10 @@ positions of a step are written into fixed places, and the attention always read
 blocks of the cache, with what is not there yet masked out. Nothing waits for the GPU.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,16 +24,24 @@ Step = Callable[[Tensor, Tensor, int, int], Tensor]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
 
-def capture_cuda(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+def capture_cuda(
+    run: Callable[[], Tensor], device: torch.device
+) -> tuple[Callable[[], object], Tensor]:
     """Record on a stream of its own, after a run that compiles, tunes and makes handles."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
+    collects = gc.isenabled()
+    gc.disable()  # a compiled kernel that is collected meanwhile is unloaded, which ends a capture
+    try:
+        with torch.cuda.device(device):  # streams and graphs are of the current one
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # also restores the stream if the capture fails
+                run()
+                with torch.cuda.graph(graph, stream=stream):
+                    result = run()
+            torch.cuda.current_stream().wait_stream(stream)
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay, result
 
 
@@ -52,27 +62,35 @@ class GraphedSteps:
     """
 
     def __init__(
-        self, step: Step, max_length: int, device: torch.device, capture: Capture = capture_cuda
+        self, step: Step, max_length: int, device: torch.device, capture: Capture | None = None
     ) -> None:
         self._step, self._max_length, self._device = step, max_length, device
-        self._capture = capture
+        self._capture = capture or partial(capture_cuda, device=device)
         self._recorded: dict[tuple[int, int, int], _Recorded] = {}
         self.reason = ""
 
     def run(self, tokens: Tensor, start: int, num_logits: int) -> Tensor:
         """Logits [num_logits, V] of a step of tokens [M] that follow `start` tokens."""
-        end = start + len(tokens)
-        context = min(-(-end // _BLOCK) * _BLOCK, self._max_length)
-        key = (len(tokens), num_logits, context)
+        key = (len(tokens), num_logits, self._context(tokens, start))
         recorded = self._recorded.get(key)
         if recorded is None and not self.reason:
             recorded = self._record(tokens, start, key)
         if recorded is None:
-            positions = torch.arange(start, end, device=self._device)
-            return self._step(tokens.to(self._device), positions, context, num_logits)
+            return self.run_without_graph(tokens, start, num_logits)
         self._fill(recorded.ids, recorded.positions, tokens, start)
         recorded.replay()
         return recorded.logits.clone()  # the next replay writes into the same place
+
+    def run_without_graph(self, tokens: Tensor, start: int, num_logits: int) -> Tensor:
+        """The same step, kernel by kernel: what a graph must reproduce."""
+        positions = torch.arange(start, start + len(tokens), device=self._device)
+        context = self._context(tokens, start)
+        return self._step(tokens.to(self._device), positions, context, num_logits)
+
+    def _context(self, tokens: Tensor, start: int) -> int:
+        """Whole blocks of the cache that a step reads."""
+        end = start + len(tokens)
+        return min(-(-end // _BLOCK) * _BLOCK, self._max_length)
 
     def _fill(self, ids: Tensor, positions: Tensor, tokens: Tensor, start: int) -> None:
         ids.copy_(tokens, non_blocking=True)

@@ -219,7 +219,7 @@ class FastDecoder:
     def _fused_step(self, engine: str) -> "FusedStep | None":
         if engine not in ("auto", "torch", "fused"):
             raise UserError(f"engine={engine!r}: 'auto', 'torch' or 'fused'")
-        if engine == "torch":
+        if engine == "torch" or (engine == "auto" and self.device.type != "cpu"):
             return None
         from quasar_lab import fused_cpu  # not above: it loads the compiler
 

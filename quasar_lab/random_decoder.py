@@ -49,8 +49,9 @@ def random_decoder(
     """
     device, dtype = torch.device(device), DTYPES[floats]
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(_PERIOD, generator=generator).to(dtype)
+    numbers = torch.randn(_PERIOD, generator=generator).to(device, dtype)
     integers = torch.randint(-127, 128, (_PERIOD,), dtype=torch.int8, generator=generator)
+    integers = integers.to(device)
 
     def weight(n: int, k: int) -> Tensor:
         return _fill(_place((n, k), dtype, device), numbers / k**0.5)

@@ -11,14 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_cuda_graphs import record
 
+from quasar_lab.cuda_graphs import GraphedSteps
 from quasar_lab.int8_gemm import reference
 from quasar_lab.int8_gemm.triton_tuning import Tiling
+from quasar_lab.model_shapes import ModelShape
+from quasar_lab.random_decoder import random_decoder
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
 
 # What a machine with only torch, triton and transformers lacks.
-ABSENT = ("jaxtyping", "beartype", "numba", "pandas", "plotly", "scipy", "seaborn", "matplotlib")
+ABSENT = (
+    *("jaxtyping", "beartype", "llvmlite", "numba", "pandas"),
+    *("plotly", "scipy", "seaborn", "matplotlib"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +64,51 @@ def test_it_runs_through_in_the_interpreter(tmp_path):
     done = run("--interpret", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())
-    assert list(results)[:4] == ["environment", "correctness", "bandwidth", "steps"]
+    assert list(results)[:4] == ["environment", "steps", "correctness", "bandwidth"]
     assert {row["tokens"] for row in results["steps"]["rows"]} == {1, 6}
     assert results["correctness"]["exact_products"] > 30
     assert len(results["bandwidth"]["products"]) == 6
     assert done.stdout.rstrip().endswith("all checks passed")
+
+
+def test_a_decoder_on_a_gpu_needs_no_compiler_for_the_cpu():
+    """Guards the section `steps`, which on a GPU lets the decoder choose its engine: that loaded
+    numba before it looked at the device. "meta" is a device that is not the CPU, as CUDA is."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import gpu_check; gpu_check.import_backend()\n"
+        "from quasar_lab.model_shapes import ModelShape\n"
+        "from quasar_lab.random_decoder import random_decoder\n"
+        "shape = ModelShape(2, 64, 2, 1, 32, 96, 128)\n"
+        "for layers in ('bf16', 'INT8'):\n"
+        "    random_decoder(shape, layers, device='meta', backend='triton')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def small_decoder(capture):
+    decoder = random_decoder(
+        ModelShape(2, 64, 2, 1, 32, 96, 128), "fp32", "fp32", max_length=64, engine="torch"
+    )
+    decoder._graphs = GraphedSteps(decoder._static_step, 64, decoder.device, capture)
+    decoder.forward(torch.arange(20))
+    return decoder
+
+
+def test_a_graph_is_checked_against_its_kernels(gpu_check):
+    """Guards the step times: of a graph that repeats an old result, or was never recorded."""
+    right = small_decoder(record)
+    assert gpu_check.check_graph("fp32", right, 6) < 1e-6 and right.length == 20
+    with pytest.raises(gpu_check.CheckError, match="graph of 6 tokens, fp32: relative error"):
+        gpu_check.check_graph("fp32", small_decoder(lambda run: (lambda: None, run())), 6)
+
+    def refuses(run):
+        raise RuntimeError("no capture")
+
+    with pytest.raises(gpu_check.CheckError, match="not captured: RuntimeError: no capture"):
+        gpu_check.check_graph("fp32", small_decoder(refuses), 6)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
