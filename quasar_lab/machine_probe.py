@@ -1,9 +1,10 @@
-"""What the decoder reaches on this machine, measured on random models, for the cost model.
+"""What the decoder reaches on this machine's CPU, measured on random models, for the cost model.
 
 A benchmark of memory alone flatters a machine: no kernel reads weights as fast as a sum reads an
 array. So the rates come from steps of this very engine, on a model of round numbers that is not
 among those predicted: one token shows how fast weights are read, many how fast it computes, and a
-model of thin layers what a layer costs beside both.
+model of thin layers what a layer costs beside both. On a GPU these models would be read in the time
+that their kernels take to start: for those there are `data_sheets`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +31,7 @@ _TINY = 1e-6  # seconds: what is measured is never less
 
 
 def _decoders() -> dict[str, FastDecoder]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    build = partial(random_decoder, max_length=_MANY, device=device)
+    build = partial(random_decoder, max_length=_MANY)
     return {
         **{kind: build(WIDE, kind, kind) for kind in DTYPES},
         "INT8": build(WIDE, "INT8", "fp32"),
@@ -61,7 +61,7 @@ def probe_steps() -> dict[str, Callable[[int], None]]:
 
 
 def probe_machine(*, repeats: int = 15) -> Machine:
-    """Measure this machine's rates with the decoder: ten seconds.
+    """Measure the CPU's rates with the decoder: ten seconds.
 
     Medians of steps that take turns, for INT8 layers, bf16 and fp32.
     """
