@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quasar_lab.cuda_graphs import MAX_TOKENS, GraphedSteps
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
 from quasar_lab.errors import UserError
+from quasar_lab.layer_inputs import norm_linear, rms_norm, swiglu_linear
 from quasar_lab.placement import reserve
 
 if TYPE_CHECKING:
@@ -39,15 +40,6 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # The KV cache takes its memory at once: without a wish, no more than this many tokens.
 DEFAULT_MAX_LENGTH = 4096
-
-
-def rms_norm(
-    x: Float[Tensor, "*rows channels"], weight: Float[Tensor, "channels"], eps: float
-) -> Float[Tensor, "*rows channels"]:
-    """x / sqrt(mean(x²) + eps) * weight, normalised in float32 as the reference models do."""
-    exact = x.float()
-    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * exact.to(x.dtype)
 
 
 def rotate(
@@ -264,8 +256,8 @@ class FastDecoder:
         for index, layer in enumerate(self.weights.layers):
             seen = visible[layer.window]
             x = x + self._attention(x, index, layer, where, context, cos, sin, seen)
-            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, self.weights.eps)).chunk(2, -1)
-            x = x + layer.down(nn.functional.silu(gate) * up)
+            gate_up = norm_linear(layer.gate_up, x, layer.post_norm, self.weights.eps)
+            x = x + swiglu_linear(layer.down, gate_up)
         return x
 
     def _attention(
@@ -281,7 +273,7 @@ class FastDecoder:
     ) -> Float[Tensor, "tokens hidden"]:
         weights = self.weights
         heads, kv_heads = weights.num_heads, weights.num_kv_heads
-        qkv = layer.qkv(rms_norm(x, layer.input_norm, weights.eps))
+        qkv = norm_linear(layer.qkv, x, layer.input_norm, weights.eps)
         q, k, v = qkv.view(len(x), -1, weights.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, weights.eps)
