@@ -5,6 +5,7 @@ screenshot in reports/browser. A script error in the page, or a request to any o
 this machine, fails it.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator
 
@@ -136,6 +137,8 @@ def test_the_replayer_steps_with_the_keyboard(page, lab) -> None:
 
 
 def test_the_race_starts_and_stops(page, lab) -> None:
+    from playwright.sync_api import TimeoutError as PlaywrightTimeoutError  # there, as `page` is
+
     open_notebook(page, lab, "08_live_throughput")
     run_all(page)
     panel = page.locator(".jp-OutputArea-output .widget-vbox").last
@@ -144,12 +147,15 @@ def test_the_race_starts_and_stops(page, lab) -> None:
     eventually(state, "^ready")
     start = panel.get_by_role("button", name="Start")
     stop = panel.get_by_role("button", name="Stop")
+    for _ in range(5):  # a page on a busy machine may show a race only when it is over
+        start.click()
+        with contextlib.suppress(PlaywrightTimeoutError):
+            stop.click(timeout=20 * SECOND)
+        eventually(state, "^(stopped|done)")
+        if state.inner_text().startswith("stopped"):
+            break
+    assert state.inner_text().startswith("stopped")
     start.click()
-    eventually(state, "^running")
-    stop.click()
-    eventually(state, "^stopped")
-    start.click()
-    eventually(state, "^running")
     eventually(state, "^done")
     assert panel.locator("img").get_attribute("alt")
     keep_screenshot(page, "08_race")

@@ -39,6 +39,24 @@ def test_an_update_shows_that_it_is_running_and_that_it_is_done(panel) -> None:
     assert "running" in seen[0] and "done" in panel.state.value
 
 
+def test_who_sees_the_end_of_a_run_may_start_the_next(panel) -> None:
+    """Guards Start: pressed as soon as "done" was on the page it could be swallowed, for the
+    thread of the run was still alive."""
+    panel, _ = panel
+    pressed, started = threading.Event(), []
+
+    def press_start(change) -> None:
+        if "done" in change["new"] and not pressed.is_set():
+            pressed.set()
+            started.append(panel.start(lambda stop: None))
+
+    panel.state.observe(press_start, names="value")
+    assert panel.start(lambda stop: None)
+    panel.join(timeout=10)
+    panel.join(timeout=10)  # of the second run
+    assert started == [True] and "done" in panel.state.value
+
+
 def test_stop_ends_a_run_and_the_next_start_works(panel) -> None:
     """Case 37."""
     panel, _ = panel

@@ -41,6 +41,7 @@ class Panel:
         self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
+        self._busy = False  # a thread lives on for a moment after its run: it cannot tell
         self._stop = threading.Event()
         self._closed = False
         self.set_state("ready")
@@ -72,7 +73,7 @@ class Panel:
 
     def _settled(self, update: Callable[[], None]) -> None:
         """The update of a control; a run that is going on keeps its own state."""
-        working = self._worker is not None and self._worker.is_alive()
+        working = self._busy
         if not working:
             self.set_state("running")
         self.refresh(update)
@@ -97,8 +98,9 @@ class Panel:
     def start(self, run: Callable[[threading.Event], None]) -> bool:
         """Run in the background; False, and nothing happens, while a run is going on."""
         with self._lock:
-            if self._closed or (self._worker is not None and self._worker.is_alive()):
+            if self._closed or self._busy:
                 return False
+            self._busy = True
             stop = self._stop = threading.Event()
             self._worker = threading.Thread(target=self._work, args=(run, stop), daemon=True)
             self.set_state("running")
@@ -107,7 +109,10 @@ class Panel:
 
     def _work(self, run: Callable[[threading.Event], None], stop: threading.Event) -> None:
         def body() -> None:
-            run(stop)
+            try:
+                run(stop)
+            finally:
+                self._busy = False  # before the state says so: whoever sees it may start again
             self.set_state("stopped" if stop.is_set() else "done")
 
         self.refresh(body)

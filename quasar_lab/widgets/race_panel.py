@@ -67,6 +67,11 @@ class RacePanel(Panel):
         self._run(self.settings(first_tokens), threading.Event())
         self.set_state("ready", "a short first race is shown; press Start for a longer one")
 
+    def set_state(self, state: str, message: str = "") -> None:
+        super().set_state(state, message)
+        self.start_button.disabled = state == "running"
+        self.stop_button.disabled = state != "running"
+
     def settings(self, max_new_tokens: int | None = None) -> RaceSettings:
         """What the controls say."""
         return RaceSettings(
@@ -86,21 +91,17 @@ class RacePanel(Panel):
         race = self._race
         if race is None:
             raise UserError("this panel is closed: run its cell again")
-        self.start_button.disabled, self.stop_button.disabled = True, False
-        try:
-            self.lanes = race.lanes(settings)
-            shown = 0.0
+        self.lanes = race.lanes(settings)
+        shown = 0.0
 
-            def update(_: Lane) -> None:
-                nonlocal shown
-                if time.perf_counter() - shown > _REFRESH_SECONDS:
-                    self.output.value = lanes_html(self.lanes)
-                    shown = time.perf_counter()
+        def update(_: Lane) -> None:
+            nonlocal shown
+            if time.perf_counter() - shown > _REFRESH_SECONDS:
+                self.output.value = lanes_html(self.lanes)
+                shown = time.perf_counter()
 
-            run_race(self.lanes, update, stop.is_set)
-            self.output.value = lanes_html(self.lanes) + self._result_html()
-        finally:
-            self.start_button.disabled, self.stop_button.disabled = False, True
+        run_race(self.lanes, update, stop.is_set)
+        self.output.value = lanes_html(self.lanes) + self._result_html()
 
     def _result_html(self) -> str:
         if any(not lane.run.steps for lane in self.lanes):
