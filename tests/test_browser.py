@@ -7,6 +7,7 @@ this machine, fails it.
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 
 import jupyter_lab
@@ -82,9 +83,19 @@ def keep_screenshot(view, name: str) -> None:
     view.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-def eventually(locator, pattern: str) -> None:
-    """Wait until the text of a part of the page matches."""
-    locator.filter(has_text=re.compile(pattern)).first.wait_for()
+def eventually(locator, pattern: str) -> re.Match[str]:
+    """Wait until the text of a part of the page matches; the match.
+
+    Whoever needs a part of that text takes it from here: the page may show another a moment later.
+    """
+    end = time.monotonic() + PATIENCE / SECOND
+    while True:
+        # textContent, as innerText is empty while JupyterLab has the cell out of sight
+        text = locator.first.text_content() or ""
+        if found := re.search(pattern, text):
+            return found
+        assert time.monotonic() < end, f"{pattern!r} did not come, the page shows {text!r}"
+        locator.page.wait_for_timeout(50)
 
 
 def test_from_the_start_page_to_a_moved_slider(page, lab) -> None:
@@ -103,9 +114,8 @@ def test_from_the_start_page_to_a_moved_slider(page, lab) -> None:
     panel.scroll_into_view_if_needed()
     state = panel.locator("[role=status]")
     picture = panel.locator("img")
-    eventually(state, r"^done: layer \d+")
+    layer = int(eventually(state, r"^done: layer (\d+)").group(1))
     before = picture.get_attribute("src")
-    layer = int(re.search(r"layer (\d+)", state.inner_text()).group(1))
     handle = panel.locator(".widget-slider").first.locator(".noUi-handle")
     handle.focus()
     handle.press("ArrowRight")
@@ -123,7 +133,7 @@ def test_the_replayer_steps_with_the_keyboard(page, lab) -> None:
     panel = page.locator(".jp-OutputArea-output .widget-vbox").last
     panel.scroll_into_view_if_needed()
     state = panel.locator("[role=status]")
-    eventually(state, "step 1 of")
+    last = eventually(state, r"step 1 of (\d+)").group(1)
     handle = panel.locator(".noUi-handle")
     handle.focus()
     for step in (2, 3):
@@ -131,7 +141,6 @@ def test_the_replayer_steps_with_the_keyboard(page, lab) -> None:
         eventually(state, f"step {step} of")
     eventually(panel, r"Step 3 of \d+\.")
     panel.get_by_role("button", name="Last").press("Enter")
-    last = re.search(r"of (\d+)", state.inner_text()).group(1)
     eventually(state, f"step {last} of {last}")
     keep_screenshot(page, "04_replayer")
 
@@ -151,10 +160,10 @@ def test_the_race_starts_and_stops(page, lab) -> None:
         start.click()
         with contextlib.suppress(PlaywrightTimeoutError):
             stop.click(timeout=20 * SECOND)
-        eventually(state, "^(stopped|done)")
-        if state.inner_text().startswith("stopped"):
+        ended = eventually(state, "^(stopped|done)").group(1)
+        if ended == "stopped":
             break
-    assert state.inner_text().startswith("stopped")
+    assert ended == "stopped"
     start.click()
     eventually(state, "^done")
     assert panel.locator("img").get_attribute("alt")
