@@ -38,6 +38,12 @@ def check_callable(name: str, value: object) -> None:
         raise UserError(f"{name} is {value!r}: it must be a function, or None")
 
 
+def check_flag(name: str, value: object) -> None:
+    """UserError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {reprlib.repr(value)}: it must be True or False")
+
+
 def check_instance(name: str, value: object, kind: type) -> None:
     """UserError unless the value is an object of the class `kind`."""
     if not isinstance(value, kind):

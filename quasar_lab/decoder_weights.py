@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quasar_lab.context_length import rope_limit
 from quasar_lab.errors import UserError
 from quasar_lab.int8_gemm import w8a8_linear
+from quasar_lab.int8_gemm.simulated import simulated_linear
 from quasar_lab.placement import is_placed, reserve
 from quasar_lab.quantized_linear import W8A8Linear
 
@@ -33,10 +34,13 @@ class Matrix:
     bias: Tensor | None = None  # [N]
     scale: Tensor | None = None  # [N]
     backend: str = "auto"  # of the INT8 product
+    simulated: bool = False  # as W8A8Linear
 
     def __call__(self, x: Float[Tensor, "tokens K"]) -> Float[Tensor, "tokens N"]:
         if self.scale is None:
             return nn.functional.linear(x, self.weight, self.bias)
+        if self.simulated:
+            return simulated_linear(x, self.weight, self.scale, self.bias)
         return w8a8_linear(x, self.weight, self.scale, self.bias, backend=self.backend)
 
 
@@ -131,14 +135,17 @@ def _fuse(linears: Sequence[nn.Module], name: str) -> Any:
 
 
 def _uniform(linears: Sequence[nn.Module]) -> list[Sequence[nn.Module]]:
-    """Linears that share an input, cut to what can be fused: all W8A8 on one backend, or none."""
+    """Linears that share an input, cut to what can be fused: all W8A8 of one kind, or none."""
     for linear in linears:
         if not (type(linear) is nn.Linear or isinstance(linear, W8A8Linear)):
             raise UserError(
                 "the fast decoder multiplies with torch.nn.Linear and quasar_lab's W8A8Linear, "
                 f"not with {type(linear).__name__}; {_ADVICE}"
             )
-    kinds = {linear.backend if isinstance(linear, W8A8Linear) else None for linear in linears}
+    kinds = {
+        (linear.backend, linear.simulated) if isinstance(linear, W8A8Linear) else None
+        for linear in linears
+    }
     return [linears] if len(kinds) == 1 else [[linear] for linear in linears]
 
 
@@ -170,7 +177,8 @@ def _matrix(linears: Sequence[nn.Module]) -> Matrix:
     if not isinstance(linears[0], W8A8Linear):
         return Matrix(_fuse(linears, "weight"), bias)
     scale = _fuse(linears, "weight_scale")
-    return Matrix(_fuse(linears, "qweight"), bias, scale, linears[0].backend)
+    qweight = _fuse(linears, "qweight")
+    return Matrix(qweight, bias, scale, linears[0].backend, linears[0].simulated)
 
 
 _ADVICE = "use quasar_lab.targets.HuggingFaceTarget(model), which runs any causal language model"

@@ -4,9 +4,10 @@
 and transformers read. Smoothing is folded into norms and weights by then: the engine finds an
 ordinary model with INT8 linears and has nothing to undo. `import_checkpoint` is the way back.
 
-transformers rounds activations in steps of absmax / 127.5 where vLLM and the lab divide by 127, so
-its logits differ from the lab's by several per cent. If the lab's linears round as it does they are
-the same bits (tests/test_export.py, every family and the default model).
+vLLM multiplies in INT8 as the lab does. transformers simulates INT8 in floating point and rounds
+otherwise (`int8_gemm.simulated`): its logits differ from the lab's by several per cent, and are the
+same bits as those of the lab's model when that simulates as well, `QuantizationConfig(simulated=
+True)` or `load_compressed_tensors(folder, simulated=True)`. So an export can be checked exactly.
 """
 
 import json

@@ -39,6 +39,8 @@ def unsupported(weights: DecoderWeights) -> str | None:
                 return f"it needs one type of float weights, not {kind} and {matrix.weight.dtype}"
             if matrix.scale is not None and matrix.backend not in ("auto", "cpu"):
                 return f"its INT8 backend is 'cpu', not {matrix.backend!r}"
+            if matrix.simulated:
+                return "it multiplies in INT8, and these linears simulate that"
     return None
 
 

@@ -20,6 +20,7 @@ from quasar_lab.checkpoints.build import parse_device, parse_dtype, quiet_transf
 from quasar_lab.checkpoints.compressed_tensors import W8A8Layout, read_layout
 from quasar_lab.checkpoints.folder import check_config, check_files, one_line, weight_files
 from quasar_lab.checkpoints.names import resolve
+from quasar_lab.checks import check_flag
 from quasar_lab.errors import UserError
 from quasar_lab.folding import Fold
 from quasar_lab.loading import LanguageModel
@@ -28,16 +29,19 @@ from quasar_lab.quantization_report import QuantizationRecord, report_table
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.structure import linear_layers, parameter, weight_matrix
 
-_WEIGHTS_ONLY = QuantizationConfig(smoothing="none", skip=())
-
 
 def load_compressed_tensors(
-    directory: str | Path, *, device: object = "auto", dtype: object = None
+    directory: str | Path,
+    *,
+    device: object = "auto",
+    dtype: object = None,
+    simulated: Any = False,
 ) -> LanguageModel:
     """Load a W8A8 checkpoint: its linears become `W8A8Linear`, the rest is loaded as `load` does.
 
     directory: a local folder (int8 weights with a scale a channel, dynamic activations a token).
     device, dtype: as for `load`; dtype is that of everything but the INT8 weights and their scales.
+    simulated: as in `QuantizationConfig`: compute as transformers would, not as vLLM and the lab.
 
     Raises UserError for another kind of quantisation, damaged or missing files, and weights that
     do not fit the model.
@@ -45,13 +49,14 @@ def load_compressed_tensors(
     source = resolve(directory)
     if source.kind != "folder":
         raise UserError(f"{directory!r}: give the local folder of a compressed-tensors checkpoint")
+    check_flag("simulated", simulated)
     folder, place = Path(source.place), parse_device(device)
     wanted = parse_dtype(dtype, place)
     settings = check_config(folder, source.label, trust_remote_code=False, quantized=True)
     layout = read_layout(settings, source.label)
     check_files(folder, source.label)
     try:
-        model, tokenizer = _build(folder, layout, wanted, source.label)
+        model, tokenizer = _build(folder, layout, wanted, simulated, source.label)
         model = model.to(place).eval().requires_grad_(False)
     except UserError:
         raise
@@ -62,7 +67,7 @@ def load_compressed_tensors(
 
 
 def _build(
-    folder: Path, layout: W8A8Layout, dtype: torch.dtype | None, label: str
+    folder: Path, layout: W8A8Layout, dtype: torch.dtype | None, simulated: bool, label: str
 ) -> tuple[Any, Any]:
     with quiet_transformers():
         config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -72,7 +77,7 @@ def _build(
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    _fill_(model, layout, dict(_tensors(folder, label)), label)
+    _fill_(model, layout, dict(_tensors(folder, label)), simulated, label)
     model.config._name_or_path = str(folder)
     return model, tokenizer
 
@@ -100,7 +105,9 @@ def _tensors(folder: Path, label: str) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _fill_(model: Any, layout: W8A8Layout, tensors: Mapping[str, Tensor], label: str) -> None:
+def _fill_(
+    model: Any, layout: W8A8Layout, tensors: Mapping[str, Tensor], simulated: bool, label: str
+) -> None:
     """Give a model without storage its weights; covered linears become `W8A8Linear`."""
     linears = linear_layers(model)
     covered = {n: m for n, m in linears.items() if layout.covers(n, type(m).__name__)}
@@ -108,7 +115,8 @@ def _fill_(model: Any, layout: W8A8Layout, tensors: Mapping[str, Tensor], label:
     report = report_table(model, ignored, {}, dict.fromkeys(covered, "imported as it is"), None)
     for name, linear in covered.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _empty_w8a8(linear))
+        setattr(model.get_submodule(parent), child, _empty_w8a8(linear, simulated))
+    config = QuantizationConfig(smoothing="none", skip=(), simulated=simulated)
     state = dict(_named_as_ours(tensors, covered, model.dtype, label))
     try:
         _, unexpected = model.load_state_dict(state, strict=False, assign=True)
@@ -119,13 +127,14 @@ def _fill_(model: Any, layout: W8A8Layout, tensors: Mapping[str, Tensor], label:
     if missing or unexpected:
         what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]} too many"
         raise UserError(f"{label} {what}: its weights do not fit a {type(model).__name__}")
-    model._quantization = QuantizationRecord(_WEIGHTS_ONLY, Fold(), report)
+    model._quantization = QuantizationRecord(config, Fold(), report)
 
 
-def _empty_w8a8(linear: nn.Module) -> W8A8Linear:
+def _empty_w8a8(linear: nn.Module, simulated: bool) -> W8A8Linear:
     matrix = weight_matrix(linear).detach()
     scale = torch.empty(len(matrix), device="meta")
-    return W8A8Linear(matrix.to(torch.int8), scale, parameter(linear, "bias"))
+    bias = parameter(linear, "bias")
+    return W8A8Linear(matrix.to(torch.int8), scale, bias, simulated=simulated)
 
 
 def _named_as_ours(

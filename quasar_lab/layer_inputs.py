@@ -58,7 +58,7 @@ def _kernels(projection: Projection, x: Tensor) -> ModuleType | None:
     """The backend that quantises these rows as it makes them; None: there is none for them."""
     matrices = projection.matrices
     backends = {matrix.backend for matrix in matrices if matrix.scale is not None}
-    is_w8a8 = all(matrix.scale is not None for matrix in matrices)
+    is_w8a8 = all(matrix.scale is not None and not matrix.simulated for matrix in matrices)
     if not is_w8a8 or len(x) > MAX_ROWS or x.dtype == torch.float64:
         return None
     if backends == {"triton"} or (backends == {"auto"} and x.is_cuda):

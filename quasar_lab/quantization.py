@@ -19,7 +19,7 @@ from quasar_lab import int8_gemm
 from quasar_lab.activation_stats import ActivationStats
 from quasar_lab.architectures import GROUP_KINDS, SmoothingGroup
 from quasar_lab.calibration import CalibrationStats
-from quasar_lab.checks import check_instance, check_number, check_whole
+from quasar_lab.checks import check_flag, check_instance, check_number, check_whole
 from quasar_lab.errors import UserError
 from quasar_lab.folding import METHODS, Fold
 from quasar_lab.mixed_precision import meet_budget
@@ -47,7 +47,8 @@ class QuantizationConfig:
     "model.layers.*.mlp"); groups: what is smoothed, kinds out of "norms" (a norm and its readers),
     "v_o" (value and output projection), "up_down" (up and down projection), or `SmoothingGroup`s
     (default: all kinds; for m2 the norms alone, as published); backend: the INT8 GEMM of the new
-    linears; num_candidates: thresholds that m2 tries.
+    linears; simulated: they compute as transformers does with the exported checkpoint, slowly, to
+    compare the two (see `simulated_linear`); num_candidates: thresholds that m2 tries.
     """
 
     smoothing: str = "smoothquant"
@@ -56,6 +57,7 @@ class QuantizationConfig:
     skip: tuple[str, ...] | Any = ("lm_head",)
     groups: tuple[str | SmoothingGroup, ...] | Any = None
     backend: str = "auto"
+    simulated: Any = False
     num_candidates: Any = 100
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class QuantizationConfig:
         for group in self.groups:
             if not isinstance(group, SmoothingGroup) and group not in GROUP_KINDS:
                 raise UserError(f"group {group!r}: choose from {', '.join(GROUP_KINDS)}")
+        check_flag("simulated", self.simulated)
         check_whole("num_candidates", self.num_candidates, low=2)
         if self.backend != "auto" and self.backend not in int8_gemm.available_backends():
             known = ", ".join(["auto", *int8_gemm.available_backends()])
@@ -140,9 +143,7 @@ def quantize(
     quantized = _copy_with(
         model,
         {
-            module: _quantize_linear(
-                name, module, fold, smoothing_of.get(name, "none"), config.backend
-            )
+            module: _quantize_linear(name, module, fold, smoothing_of.get(name, "none"), config)
             for name, module in linears.items()
             if name not in skipped
         },
@@ -168,7 +169,7 @@ def _copy_with(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) ->
 
 
 def _quantize_linear(
-    name: str, module: nn.Module, fold: Fold, smoothing: str, backend: str
+    name: str, module: nn.Module, fold: Fold, smoothing: str, config: QuantizationConfig
 ) -> W8A8Linear:
     """One linear, folded and rounded a part of its rows at a time: rounding works on several
     float32 copies, which of a whole bfloat16 matrix would be larger than its layer."""
@@ -183,7 +184,14 @@ def _quantize_linear(
         qweight[first:last], weight_scale[first:last] = int8_gemm.quantize_weight(weight)
         if bias is not None and folded_bias is not None:
             bias[first:last] = folded_bias
-    linear = W8A8Linear(qweight, weight_scale, bias, backend=backend, smoothing=smoothing)
+    linear = W8A8Linear(
+        qweight,
+        weight_scale,
+        bias,
+        backend=config.backend,
+        simulated=config.simulated,
+        smoothing=smoothing,
+    )
     return linear.train(module.training)
 
 

@@ -5,6 +5,7 @@ from jaxtyping import Float32, Int8
 from torch import Tensor, nn
 
 from quasar_lab import int8_gemm
+from quasar_lab.int8_gemm.simulated import simulated_linear
 
 
 class W8A8Linear(nn.Module):
@@ -12,6 +13,7 @@ class W8A8Linear(nn.Module):
 
     qweight: int8[N, K]; weight_scale: fp32[N], which stays fp32 whatever the model is cast to
     (a bf16 scale would be off by up to 0.4 %); bias: [N] or None, in the model's dtype.
+    backend: as for `w8a8_linear`; simulated: compute by `simulated_linear` instead.
     """
 
     qweight: Int8[Tensor, "N K"]
@@ -25,6 +27,7 @@ class W8A8Linear(nn.Module):
         bias: Tensor | None = None,
         *,
         backend: str = "auto",
+        simulated: bool = False,
         smoothing: str = "none",
     ) -> None:
         super().__init__()
@@ -32,6 +35,7 @@ class W8A8Linear(nn.Module):
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("bias", bias)
         self.backend = backend
+        self.simulated = simulated
         self.smoothing = smoothing
 
     @property
@@ -44,6 +48,8 @@ class W8A8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> [..., N] in x's dtype."""
+        if self.simulated:
+            return simulated_linear(x, self.qweight, self.weight_scale, self.bias)
         return int8_gemm.w8a8_linear(
             x, self.qweight, self.weight_scale, self.bias, backend=self.backend
         )
@@ -63,8 +69,9 @@ class W8A8Linear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
+        how = "simulated in floating point" if self.simulated else f"backend={self.backend}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, W8A8 (int8 weights per channel, int8 activations per "
-            f"token), backend={self.backend}, smoothing={self.smoothing}"
+            f"token), {how}, smoothing={self.smoothing}"
         )

@@ -242,6 +242,27 @@ def test_a_chosen_int8_backend_is_respected():
         FastDecoder.from_model(model, engine="fused")
 
 
+def test_simulated_linears_are_simulated():
+    """In the decoder as in the model, or the two could not be compared with transformers."""
+    config = QuantizationConfig(smoothing="none", simulated=True)
+    model = quantize(tiny_model("llama", dtype=torch.float32), config=config)
+    decoder = FastDecoder.from_model(model)
+    assert decoder.engine == "torch"
+    with pytest.raises(UserError, match="simulate"):
+        FastDecoder.from_model(model, engine="fused")
+    ids = torch.arange(3, 12)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0]
+    # float32 sums in another order, and two layers: no value lies close enough to a boundary
+    torch.testing.assert_close(decoder.forward(ids, num_logits=len(ids)), expected)
+    for module in model.modules():
+        if isinstance(module, W8A8Linear):
+            module.simulated = False
+    with torch.no_grad():
+        other = model(input_ids=ids[None]).logits[0]
+    assert (other - expected).abs().max() > 1e-4  # and it says something
+
+
 def test_exponential_is_accurate():
     """Compiled for a caller with fast maths, its two-part ln 2 collapses: four times the error."""
     scores = np.zeros(4, np.float32)

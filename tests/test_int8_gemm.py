@@ -94,6 +94,23 @@ def test_output_has_the_dtype_and_shape_of_the_input(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_stays_float64(backend: str) -> None:
+    """A float64 model is the yardstick of others: nothing in it may be rounded to float32."""
+    generator = torch.Generator().manual_seed(0)
+    weight, scale = quantize_weight(torch.randn(7, 40, generator=generator))
+    x = torch.randn(3, 40, dtype=torch.float64, generator=generator)
+    x[1] = 0
+    bias = torch.randn(7, dtype=torch.float64, generator=generator)
+    step = x.abs().amax(-1, keepdim=True) / 127
+    integers = torch.round(x / torch.where(step > 0, step, 1.0))
+    expected = integers @ weight.double().T * step * scale.double() + bias
+    # a few roundings of sums of numbers up to 10, far below float32's 1e-6
+    torch.testing.assert_close(
+        w8a8_linear(x, weight, scale, bias, backend=backend), expected, rtol=0, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_do_not_influence_each_other(backend: str) -> None:
     """Case 32: a zero row gives zeros, a row beside an outlier row equals the row alone."""
     generator = torch.Generator().manual_seed(0)

@@ -197,6 +197,8 @@ def test_repr_tells_the_scheme(stats, model):
     for part in ("W8A8", "in_features=32, out_features=48", "backend=reference", "alpha 0.7"):
         assert part in text
     assert "smoothing=none" in repr(quantized.get_submodule(DOWN_PROJ))
+    simulated = quantize(model, stats, QuantizationConfig(simulated=True))
+    assert "simulated in floating point" in repr(simulated.get_submodule(DOWN_PROJ))
 
 
 def test_the_backend_can_be_chosen(model, stats):
@@ -322,6 +324,7 @@ def test_without_statistics(model):
         (dict(num_candidates="x"), "num_candidates is 'x'"),
         (dict(skip=None), "skip is None"),
         (dict(groups=3), "groups is 3"),
+        (dict(simulated=1), "simulated is 1: it must be True or False"),
     ],
 )
 def test_bad_configurations(settings, message):

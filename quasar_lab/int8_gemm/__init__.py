@@ -124,8 +124,8 @@ def w8a8_linear(
 
     x[..., K] (float16, bfloat16, float32 or float64), qweight int8[N, K], weight_scale
     float32[N], bias[N] or None -> x.dtype[..., N]:
-    y[m, n] = sum_k qx[m, k] qw[n, k] * sx[m] * sw[n] + bias[n], the sum exact in int32, the
-    scales in float32. Raises UserError as `int8_matmul` does.
+    y[m, n] = sum_k qx[m, k] qw[n, k] * sx[m] * sw[n] + bias[n], the sum exact in int32, the rest
+    in float32 (for float64, in float64). Raises UserError as `int8_matmul` does.
     """
     _check("x", x, (torch.float16, torch.bfloat16, torch.float32, torch.float64), None)
     _check("qweight", qweight, (torch.int8,), 2)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quasar_lab.int8_gemm import openmp
 from quasar_lab.int8_gemm.openmp import barrier, thread_count, thread_index
+from quasar_lab.int8_gemm.reference import around_product
 from quasar_lab.tiles import source_revision
 from quasar_lab.tiles.instruction_sets import best_instruction_set
 from quasar_lab.tiles.linear import int8_linear, integer_row, row_bytes
@@ -116,6 +117,9 @@ def w8a8_linear(
     instruction_set: str | None = None,
 ) -> Float[Tensor, "M N"]:
     """Quantise x a row at a time, multiply, scale, add the bias; in x's dtype."""
+    if x.dtype == torch.float64:  # the kernel rounds in float32
+        product = functools.partial(int8_matmul, instruction_set=instruction_set)
+        return around_product(product, x, qweight, weight_scale, bias)
     out = torch.empty(x.shape[0], qweight.shape[0])
     _run(
         instruction_set or best_instruction_set(),

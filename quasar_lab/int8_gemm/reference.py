@@ -27,8 +27,10 @@ def supports(device: torch.device) -> bool:
     return True
 
 
-def _quantize_rows(x: Float[Tensor, "*rows K"]) -> tuple[Tensor, Float32[Tensor, "*rows 1"]]:
-    x = x.float()
+def _quantize_rows(
+    x: Float[Tensor, "*rows K"],
+) -> tuple[Int8[Tensor, "*rows K"], Float[Tensor, "*rows 1"]]:
+    """In the precision of x, which is float32 or float64."""
     largest = x.abs().amax(dim=-1, keepdim=True)
     # by a tensor: CUDA turns the division by a number into a product with its reciprocal
     scale = largest / torch.full_like(largest, QMAX)
@@ -46,7 +48,7 @@ def quantize_weight(
     Returns (int8[N, K], float32 scale[N]) with w ~ int8 * scale[:, None]; half-way values round
     to even. An all-zero row has scale 0 and stays exactly zero.
     """
-    quantized, scale = _quantize_rows(w)
+    quantized, scale = _quantize_rows(w.float())
     return quantized, scale.squeeze(-1)
 
 
@@ -58,7 +60,7 @@ def quantize_activation(
     Returns (int8[..., K], float32 scale[..., 1]). A row's result depends on that row alone, and an
     all-zero row gives zeros with scale 0.
     """
-    return _quantize_rows(x)
+    return _quantize_rows(x.float())
 
 
 def int8_matmul(a: Int8[Tensor, "M K"], b: Int8[Tensor, "N K"]) -> Int32[Tensor, "M N"]:
@@ -82,14 +84,16 @@ def around_product(
     weight_scale: Float32[Tensor, "N"],
     bias: Float[Tensor, "N"] | None,
 ) -> Float[Tensor, "M N"]:
-    """Quantise x a row at a time, multiply in integers, scale in fp32, add the bias; x's dtype.
+    """Quantise x a row at a time, multiply in integers, scale, add the bias; x's dtype.
 
-    product: (int8[M, K], int8[N, K]) -> int32[M, N].
+    product: (int8[M, K], int8[N, K]) -> int32[M, N]. All but the product is float64 for an x in
+    float64, else float32.
     """
-    quantized, scale = quantize_activation(x)
-    out = product(quantized, qweight).float() * scale * weight_scale
+    exact = x if x.dtype == torch.float64 else x.float()
+    quantized, scale = _quantize_rows(exact)
+    out = product(quantized, qweight).to(exact.dtype) * scale * weight_scale
     if bias is not None:
-        out += bias.float()
+        out += bias.to(exact.dtype)
     return out.to(x.dtype)
 
 

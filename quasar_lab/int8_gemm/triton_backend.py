@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
+from quasar_lab.int8_gemm import reference
 from quasar_lab.int8_gemm.triton_tuning import SMALL_M, Tiling, fastest_tiling
 
 # Longer rows do not fit one program's registers; torch quantises them.
@@ -93,8 +94,6 @@ def _launch_rows(kernel: Any, *inputs: Tensor, width: int, extra: tuple[float, .
 def quantize_activation(x: Float[Tensor, "*rows K"]) -> Quantized:
     """`reference.quantize_activation`, bit for bit, in one kernel."""
     if x.shape[-1] > MAX_FUSED_K:
-        from quasar_lab.int8_gemm import reference
-
         return reference.quantize_activation(x)
     from quasar_lab.int8_gemm.triton_kernels import quantize_kernel
 
@@ -236,4 +235,6 @@ def w8a8_linear(
     bias: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "M N"]:
     """`reference.w8a8_linear`, bit for bit, in two kernels; x's dtype."""
+    if x.dtype == torch.float64:  # the kernels round in float32
+        return reference.around_product(int8_matmul, x, qweight, weight_scale, bias)
     return scaled_matmul(*quantize_activation(x), qweight, weight_scale, bias, dtype=x.dtype)
