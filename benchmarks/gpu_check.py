@@ -282,6 +282,47 @@ def check_fused(lab: Lab, M: int, K: int, dtype: Any) -> list[dict[str, Any]]:
     return checks
 
 
+def check_attention(lab: Lab, M: int, start: int, window: int | None) -> dict[str, Any]:
+    """Attention's two kernels against float64, behind `start` tokens; the cache's rest is NaN."""
+    import torch
+
+    from quasar_lab import gpu_attention
+    from quasar_lab.decoder import attend, rotate, visibility
+
+    dtype = torch.float16 if lab.interpret else torch.bfloat16
+    kv_heads, group, head_dim = (2, 3, 32) if lab.interpret else (8, 4, 128)
+    end, capacity, heads = start + M, start + M + 200, kv_heads * group
+    qkv = lab.random(M, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=5)
+    keys, values = (lab.random(kv_heads, capacity, head_dim, dtype=dtype, seed=s) for s in (6, 7))
+    keys[:, start:] = values[:, start:] = math.nan
+    angle = lab.random(capacity, head_dim // 2, dtype=torch.float32, seed=8).repeat(1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    positions = torch.arange(start, end, device=lab.device)
+    layer: Any = types.SimpleNamespace(q_norm=None, k_norm=None, window=window)
+    weights: Any = types.SimpleNamespace(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, eps=1e-6,
+        attention_scale=head_dim**-0.5, softmax_dtype=torch.float32,
+    )  # fmt: skip
+    if not gpu_attention.fits(qkv, weights):
+        raise CheckError(f"attention's kernels do not take {M} tokens of {dtype}")
+    with poisoned_memory():
+        found = gpu_attention.cached_attention(
+            qkv, layer, weights, cos, sin, positions, keys, values, min(capacity, end + 100)
+        )
+    q, k, v = qkv.view(M, -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    turned = rotate(k, cos[positions], sin[positions]).transpose(0, 1)
+    where = f"attention M={M} start={start} window={window}"
+    eps = torch.finfo(dtype).eps
+    check_close(f"{where}, keys", relative_error(keys[:, start:end], turned.double()), eps)
+    if not torch.equal(values[:, start:end], v.transpose(0, 1)):
+        raise CheckError(f"{where}: the values in the cache are not those of the step")
+    exact = attend(
+        rotate(q, cos[positions], sin[positions]).double(), keys[:, :end].double(),
+        values[:, :end].double(), visibility(positions, end, window), head_dim**-0.5, torch.float64,
+    )  # fmt: skip
+    return check_close(where, relative_error(found, exact), 4 * eps)
+
+
 def correctness(lab: Lab) -> tuple[dict[str, Any], list[str]]:
     import torch
 
@@ -311,9 +352,12 @@ def correctness(lab: Lab) -> tuple[dict[str, Any], list[str]]:
             checks += check_linear(lab, M, N, K, dtype)
         for M, K in ((1, 20), (6, 96)) if lab.interpret else ((1, 4096), (16, 12288), (300, 4096)):
             checks += check_fused(lab, M, K, dtype)
+    for M, start, window in ((1, 0, None), (6, 300, None), (6, 300, 5), (16, 2000, None)):
+        checks.append(check_attention(lab, M, start // 5 if lab.interpret else start, window))
     summary = [
         f"exact int32 sums: {products + 1} products, each repeated on poisoned memory",
-        f"within rounding of float64: {len(checks)} results of the linear and the fused kernels",
+        f"within rounding of float64: {len(checks)} results of the linear, the fused kernels and "
+        "attention",
     ]
     if left_out:
         summary.append(f"no time left for: {', '.join(left_out)}")

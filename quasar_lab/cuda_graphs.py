@@ -10,9 +10,12 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from quasar_lab.int8_gemm.triton_backend import counters_of_graph
 
 # A prompt's pieces are no steps: they have arithmetic enough to hide their starts.
 MAX_TOKENS = 32
@@ -34,7 +37,10 @@ def capture_cuda(
         with torch.cuda.device(device):  # streams and graphs are of the current one
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # also restores the stream if the capture fails
+            with (
+                torch.cuda.stream(stream),  # also restores the stream if the capture fails
+                counters_of_graph(device) as counters,
+            ):
                 run()
                 with torch.cuda.graph(graph, stream=stream):
                     result = run()
@@ -42,7 +48,12 @@ def capture_cuda(
     finally:
         if collects:
             gc.enable()
-    return graph.replay, result
+    return partial(_replay, graph, counters), result
+
+
+def _replay(graph: Any, counters: Tensor) -> None:
+    """counters: what the graph's kernels count with, kept as long as the graph."""
+    graph.replay()
 
 
 @dataclass(frozen=True, slots=True)

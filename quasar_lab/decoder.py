@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from quasar_lab import gpu_attention
 from quasar_lab.cuda_graphs import MAX_TOKENS, GraphedSteps
 from quasar_lab.decoder_weights import DecoderWeights, LayerWeights, read_weights
 from quasar_lab.errors import UserError
@@ -255,7 +256,7 @@ class FastDecoder:
         x = self.weights.embed[tokens]
         for index, layer in enumerate(self.weights.layers):
             seen = visible[layer.window]
-            x = x + self._attention(x, index, layer, where, context, cos, sin, seen)
+            x = x + self._attention(x, index, layer, where, positions, context, cos, sin, seen)
             gate_up = norm_linear(layer.gate_up, x, layer.post_norm, self.weights.eps)
             x = x + swiglu_linear(layer.down, gate_up)
         return x
@@ -266,6 +267,7 @@ class FastDecoder:
         index: int,
         layer: LayerWeights,
         where: slice | Tensor,
+        positions: Tensor,
         context: int,
         cos: Tensor,
         sin: Tensor,
@@ -273,12 +275,18 @@ class FastDecoder:
     ) -> Float[Tensor, "tokens hidden"]:
         weights = self.weights
         heads, kv_heads = weights.num_heads, weights.num_kv_heads
+        keys, values = self.keys[index], self.values[index]
         qkv = norm_linear(layer.qkv, x, layer.input_norm, weights.eps)
+        if gpu_attention.fits(qkv, weights):
+            return layer.o(
+                gpu_attention.cached_attention(
+                    qkv, layer, weights, self.cos, self.sin, positions, keys, values, context
+                )
+            )
         q, k, v = qkv.view(len(x), -1, weights.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, weights.eps)
             k = rms_norm(k, layer.k_norm, weights.eps)
-        keys, values = self.keys[index], self.values[index]
         keys[:, where] = rotate(k, cos, sin).transpose(0, 1)
         values[:, where] = v.transpose(0, 1)
         mixed = attend(

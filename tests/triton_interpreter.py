@@ -7,6 +7,7 @@ both: they compile in their own process and interpret in this one.
 import multiprocessing
 import os
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -17,6 +18,7 @@ def _become_interpreter() -> None:
 
     torch.set_num_threads(1)
     _round_bfloat16()
+    _multiply_bfloat16()
 
 
 def _round_bfloat16() -> None:
@@ -39,11 +41,36 @@ def _round_bfloat16() -> None:
     interpreter._convert_float = rounding
 
 
+def _multiply_bfloat16() -> None:
+    """The interpreter keeps bf16 as its bits, and multiplies those as if they were numbers."""
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = torch.from_numpy(handle.data.copy()).view(torch.bfloat16).float().numpy()
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+        return product(builder, widened(a), widened(b), *others)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def _call(packed: bytes) -> bytes:
     from quasar_lab.int8_gemm import triton_backend
 
     name, arguments, options = pickle.loads(packed)
     return pickle.dumps(getattr(triton_backend, name)(*arguments, **options))
+
+
+def _run(packed: bytes) -> bytes:
+    function, arguments = pickle.loads(packed)
+    return pickle.dumps(function(*arguments))
 
 
 class Interpreter:
@@ -64,6 +91,11 @@ class Interpreter:
             return pickle.loads(self._worker.submit(_call, packed).result())
 
         return call
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of a module returns there."""
+        packed = pickle.dumps((function, arguments))
+        return pickle.loads(self._worker.submit(_run, packed).result())
 
     def close(self) -> None:
         self._worker.shutdown()

@@ -10,6 +10,8 @@ kernels on the CPU.
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from quasar_lab.int8_gemm.triton_tuning import SMALL_M, Tiling, fastest_tiling
 MAX_FUSED_K = 16384
 
 # bf16 and fp32 results must not depend on whether the compiler fuses a product with a sum.
-_EXACT = {"enable_fp_fusion": False}
+EXACT = {"enable_fp_fusion": False}
 
 # of the rows, of the weight's channels, and the bias; all None for the plain int32 product
 _Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -59,7 +61,7 @@ def supports(device: torch.device) -> bool:
     return device.type == ("cpu" if _interpreted() else "cuda")
 
 
-def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
     return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -77,7 +79,7 @@ def _launch_rows(kernel: Any, *inputs: Tensor, width: int, extra: tuple[float, .
     block = 1 << (width - 1).bit_length()
     contiguous = [tensor.contiguous() for tensor in inputs]
     if scale.numel():
-        with _on(quantized):
+        with on_device_of(quantized):
             kernel[(scale.numel(),)](
                 *contiguous,
                 quantized,
@@ -86,7 +88,7 @@ def _launch_rows(kernel: Any, *inputs: Tensor, width: int, extra: tuple[float, .
                 *extra,
                 BLOCK_K=block,
                 num_warps=warps_for_row(block),
-                **_EXACT,
+                **EXACT,
             )
     return quantized, scale
 
@@ -133,14 +135,31 @@ def swiglu_quantize(gate_up: Float[Tensor, "*rows twoK"]) -> Quantized:
 
 
 _arrival_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters_of_graph: ContextVar[Tensor | None] = ContextVar("_counters_of_graph", default=None)
 
 
-def _arrivals(count: int, device: torch.device) -> Tensor:
-    """Zeros for split-K's arrival counts. The kernel leaves them zero: one buffer a stream.
-
-    A stream runs one launch after another, so they can share. A CUDA graph may be replayed on any
-    stream, so its products get their own counters, zeroed by the graph.
+@contextlib.contextmanager
+def counters_of_graph(device: torch.device) -> Iterator[Tensor]:
+    """Inside, all launches share these counters: for what becomes one CUDA graph, which must keep
+    them. Its launches run one after another, but it may be replayed on any stream.
     """
+    own = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    token = _counters_of_graph.set(own)
+    try:
+        yield own
+    finally:
+        _counters_of_graph.reset(token)
+
+
+def arrivals(count: int, device: torch.device) -> Tensor:
+    """Zeros to count arriving programs with. A kernel leaves them zero: one buffer a stream.
+
+    A stream runs one launch after another, so they can share. In a CUDA graph without
+    `counters_of_graph` each launch gets its own, zeroed by the graph.
+    """
+    own = _counters_of_graph.get()
+    if own is not None and count <= own.numel():
+        return own
     if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = (device, torch.cuda.current_stream(device).cuda_stream)
@@ -164,15 +183,15 @@ def _launch(x: Tensor, weight: Tensor, scales: _Scales, out: Tensor, tiling: Til
         EVEN_K=K % (tiling.block_k * parts) == 0,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **_EXACT,
+        **EXACT,
     )
     if M <= SMALL_M:
-        partial = arrivals = None
+        partial = counters = None
         if parts > 1:
             partial = torch.empty(parts, M, N, dtype=torch.int32, device=x.device)
-            arrivals = _arrivals(column_tiles, x.device)
+            counters = arrivals(column_tiles, x.device)
         small_m_matmul_kernel[(column_tiles, parts)](
-            x, weight, *scales, out, partial, arrivals, M, N, K,
+            x, weight, *scales, out, partial, counters, M, N, K,
             SPLIT_K=parts, SWAP=tiling.swap, **options,
         )  # fmt: skip
     else:
@@ -190,7 +209,7 @@ def _matmul(
     out = torch.empty(M, N, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    with _on(x):
+    with on_device_of(x):
         if tiling is None:
             launch = functools.partial(_launch, x, weight, scales, out)
             tiling = fastest_tiling(M, N, K, x.device, launch)

@@ -54,14 +54,14 @@ def compile_for(
     """Compile a kernel for a compute capability (80, 89, 90).
 
     pointers: argument -> element type ("i8", "fp32", "bf16", ...); constants: the constexpr
-    arguments and those that are None; all other arguments are int32, `eps` fp32. aligned: pointers
-    and sizes are multiples of 16, as Triton would find at the launch. options: num_warps, ...
+    arguments and those that are None; all others are int32, `eps` and `scale` fp32. aligned:
+    pointers and sizes are multiples of 16, as Triton would find at the launch. options: num_warps
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {name: "fp32" if name == "eps" else "i32" for name in kernel.arg_names}
+    signature = {n: "fp32" if n in ("eps", "scale") else "i32" for n in kernel.arg_names}
     signature |= {name: f"*{element}" for name, element in pointers.items()}
     signature |= dict.fromkeys(constants, "constexpr")
     multiples_of_16 = [
