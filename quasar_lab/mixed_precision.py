@@ -76,9 +76,14 @@ def sensitivity(
 
 def mean_kl(model: nn.Module, other: nn.Module, sequences: Sequence[Tensor]) -> float:
     """Mean KL(model || other) in nats a token over `sequences` of token ids."""
-    batches = _first_tokens(sequences, None, model)
-    total = sum(kl_sums(TrialRun(model, ids), [TrialRun(other, ids)])[0] for ids in batches)
-    return total / sum(ids.numel() for ids in batches)
+    expected = [TrialRun(model, ids) for ids in _first_tokens(sequences, None, model)]
+    return _mean_kl(expected, [TrialRun(other, run.ids) for run in expected])
+
+
+def _mean_kl(expected: Sequence[TrialRun], others: Sequence[TrialRun]) -> float:
+    """Mean KL(expected || other), a token, of runs over the same texts."""
+    total = sum(kl_sums(run, [other])[0] for run, other in zip(expected, others, strict=True))
+    return total / sum(run.ids.numel() for run in expected)
 
 
 def meet_budget(
@@ -101,18 +106,22 @@ def meet_budget(
             "evaluation=[ids, ...]"
         )
     record = quantization_record(quantized)
-    tokens = _first_tokens(sequences, BUDGET_TOKENS, model)
-    if mean_kl(model, quantized, tokens) <= budget_kl:
+    expected = [TrialRun(model, ids) for ids in _first_tokens(sequences, BUDGET_TOKENS, model)]
+
+    def measured() -> float:
+        return _mean_kl(expected, [TrialRun(quantized, run.ids) for run in expected])
+
+    if measured() <= budget_kl:
         return
     record.sensitivity = sensitivity(model, quantized, sequences)
     names = list(record.sensitivity.name)
     rounded = _w8a8_linears(quantized)
-    kept = _how_many(model, {name: rounded[name] for name in names}, record.fold, budget_kl, tokens)
+    kept = _how_many(expected, {name: rounded[name] for name in names}, record.fold, budget_kl)
     del rounded  # what is put back frees its INT8 weights
     for name in names[:kept]:
         _put(quantized, name, _folded_linear(name, model, record))
     # the trial undid the scales around each linear, which rounds a little differently
-    while (reached := mean_kl(model, quantized, tokens)) > budget_kl and kept < len(names):
+    while (reached := measured()) > budget_kl and kept < len(names):
         _put(quantized, names[kept], _folded_linear(names[kept], model, record))
         kept += 1
     chosen = record.report.name.isin(names[:kept])
@@ -124,20 +133,17 @@ def meet_budget(
 
 
 def _how_many(
-    model: nn.Module,
-    rounded: dict[str, W8A8Linear],
-    fold: Fold,
-    budget_kl: float,
-    tokens: Sequence[Tensor],
+    expected: Sequence[TrialRun], rounded: dict[str, W8A8Linear], fold: Fold, budget_kl: float
 ) -> int:
-    """How many of these linears must stay in full precision, taken in order, to meet the budget."""
+    """How many of these linears must stay in full precision, taken in order, to meet the budget.
+
+    expected: runs of the full-precision model.
+    """
 
     def within(count: int) -> bool:
         rest = dict(list(rounded.items())[count:])
-        total = sum(
-            kl_sums(TrialRun(model, ids), [TrialRun(model, ids, rest, fold)])[0] for ids in tokens
-        )
-        return total / sum(ids.numel() for ids in tokens) <= budget_kl
+        runs = [TrialRun(run.model, run.ids, rest, fold) for run in expected]
+        return _mean_kl(expected, runs) <= budget_kl
 
     too_few, enough = 0, 1
     while enough < len(rounded) and not within(enough):
