@@ -3,7 +3,7 @@
 
     python benchmarks/fidelity.py                          every built-in prompt, 64 tokens each
     python benchmarks/fidelity.py --limit 2 --max-new-tokens 32
-    python benchmarks/fidelity.py --recipes none,m2,auto+all
+    python benchmarks/fidelity.py --recipes none m2 "alpha auto+all, budget .004"
 
 The texts are the full-precision model's own greedy continuations (kept in
 reports/fidelity_texts.json); every recipe reads the same tokens. Scales are calibrated on texts
@@ -146,11 +146,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="what load() takes")
     parser.add_argument("--limit", type=int, help="prompts a task (default: all)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--recipes", help="comma-separated names (default: all)")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="(default: all)")
     parser.add_argument("--out", type=Path, default=Path("reports"))
     arguments = parser.parse_args()
     known = recipes()
-    chosen = arguments.recipes.split(",") if arguments.recipes else list(known)
+    chosen = arguments.recipes or list(known)
     for name in chosen:
         if name not in known:
             parser.error(f"unknown recipe {name!r}: choose from {'; '.join(known)}")
