@@ -7,7 +7,7 @@ within a budget.
 
 Cost: one linear is one run of the model from that linear's layer on, so a model of L linears costs
 about L / 2 runs of `num_tokens` tokens, and as many of its output layer again: no distribution is
-kept (`trial_runs`). The default model takes two and a half minutes on two cores.
+kept (`trial_runs`). The default model takes two minutes on two cores.
 """
 
 from collections.abc import Sequence
