@@ -1,9 +1,10 @@
 """What a decoder step costs beside its multiplications, and with them.
 
-    python benchmarks/decoder_overhead.py [--tokens 1 4 6 8] [--context 200] [--repeats 200]
+    python benchmarks/decoder_overhead.py [--tokens 1 4 6 8] [--context 200] [--repeats 60]
 
-For each engine and precision: the whole step, and the step with every matrix multiplication left
-out ("overhead": embedding, norms, quantisation, rotation, cache, attention, SwiGLU, threads).
+For each engine and precision, in turns: the whole step, and the step with every matrix
+multiplication left out ("overhead": embedding, norms, quantisation, rotation, cache, attention,
+SwiGLU, threads).
 "W8A8 head" has its output layer in INT8 as well. Times in milliseconds; the minimum is what the
 machine can do, the median what it did. The target: at most 4 ms of overhead for six tokens.
 """
@@ -45,23 +46,21 @@ def no_multiplications(decoder: FastDecoder) -> Iterator[None]:
             record[...] = values
 
 
-def milliseconds(decoder: FastDecoder, tokens: int, repeats: int) -> tuple[float, float]:
-    """(minimum, median) of one forward of so many tokens and its rollback."""
+def milliseconds(decoder: FastDecoder, tokens: int) -> float:
+    """One forward of so many tokens; its rollback is not timed."""
     ids = torch.arange(1000, 1000 + tokens)
-    times = []
-    for _ in range(repeats + 3):
-        start = time.perf_counter()
-        decoder.forward(ids)
-        times.append(1000 * (time.perf_counter() - start))
-        decoder.rollback(tokens)
-    return min(times[3:]), float(np.median(times[3:]))
+    start = time.perf_counter()
+    decoder.forward(ids)
+    passed = 1000 * (time.perf_counter() - start)
+    decoder.rollback(tokens)
+    return passed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 6, 8])
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache (200)")
-    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--engines", nargs="+", default=["fused", "torch"])
     parser.add_argument("--precisions", nargs="+", default=["float32", "W8A8", "W8A8 head"])
     arguments = parser.parse_args()
@@ -76,21 +75,27 @@ def main() -> None:
         "W8A8": lambda: quantized("lm_head"),
         "W8A8 head": quantized,
     }
-    print("engine precision   M   overhead (min, median)   step (min, median), ms")
+    decoders = {}
     for precision in arguments.precisions:
         prepared = models[precision]()
         for engine in arguments.engines:
             decoder = FastDecoder.from_model(prepared, engine=engine)
             decoder.forward(torch.arange(arguments.context))
-            for tokens in arguments.tokens:
-                whole = milliseconds(decoder, tokens, arguments.repeats)
+            decoders[engine, precision] = decoder
+    print("engine precision   M   overhead (min, median)   step (min, median), ms")
+    for tokens in arguments.tokens:
+        whole, overhead = ({key: [] for key in decoders} for _ in range(2))
+        for _ in range(arguments.repeats + 3):
+            for key, decoder in decoders.items():
+                whole[key].append(milliseconds(decoder, tokens))
                 with no_multiplications(decoder):
-                    overhead = milliseconds(decoder, tokens, arguments.repeats)
-                print(
-                    f"{engine:6} {precision:9} {tokens:3}   {overhead[0]:8.2f} {overhead[1]:8.2f}"
-                    f"        {whole[0]:8.2f} {whole[1]:8.2f}",
-                    flush=True,
-                )
+                    overhead[key].append(milliseconds(decoder, tokens))
+        for engine, precision in decoders:
+            figures = [
+                f"{min(times):8.2f} {np.median(times):8.2f}"
+                for times in (each[engine, precision][3:] for each in (overhead, whole))
+            ]
+            print(f"{engine:6} {precision:9} {tokens:3}   {'        '.join(figures)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -192,12 +192,11 @@ def _penalised(scores: Tensor, config: SamplingConfig) -> Tensor:
 
 def _check_logits(logits: Tensor, first_position: int, origin: str, advice: str) -> None:
     # NaN and +inf survive a maximum, a row of nothing but -inf gives -inf: one cheap look.
-    largest = logits.amax(dim=-1)
-    wrong = ~torch.isfinite(largest)
-    if not wrong.any():
+    largest = logits.amax(dim=-1).tolist()
+    row = next((row for row, value in enumerate(largest) if not math.isfinite(value)), None)
+    if row is None:
         return
-    row = int(wrong.nonzero()[0])
-    value = float(largest[row])
+    value = largest[row]
     what = "only -inf" if value == -math.inf else ("NaN" if math.isnan(value) else "inf")
     tokens = "" if value == -math.inf else f" for token {int(logits[row].argmax())}"
     raise UserError(
