@@ -208,9 +208,7 @@ def test_attention_compiles(capability, rows, parts, dtype):
     options = gpu_attention.launch_options(rows, 128)
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
     pointers = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), dtype)
-    constants = {
-        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PART": 128, "PARTS": parts, **options
-    }  # fmt: skip
+    constants = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, **options}
     if parts == 1:
         constants |= dict.fromkeys(("partial_ptr", "sums_ptr", "arrivals_ptr"))
     else:

@@ -89,8 +89,7 @@ def cached_attention(
         )  # fmt: skip
         attention_kernel[(kv_heads, parts)](
             q, keys, values, positions, out, partial, sums, counters,
-            tokens, capacity, weights.attention_scale, layer.window or 0,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PART=part, PARTS=parts,
-            **options, **triton_backend.EXACT,
+            tokens, capacity, weights.attention_scale, layer.window or 0, part, parts,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, **options, **triton_backend.EXACT,
         )  # fmt: skip
     return out

@@ -88,22 +88,22 @@ def _add_part(largest, total, mixed, part_largest, part_total, part_mixed):
     return both, total, mixed
 
 
-@triton.jit(do_not_specialize=["M", "window"])
+# The context grows with the text: what follows from it must not make another kernel.
+@triton.jit(do_not_specialize=["M", "window", "part_length", "num_parts"])
 def attention_kernel(
     q_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, partial_ptr, sums_ptr, arrivals_ptr,
-    M, capacity, scale, window,
+    M, capacity, scale, window, part_length, num_parts,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q kᵀ scale) v; program (KV head i, part j): PART tokens of the cache from j * PART.
+    """softmax(q kᵀ scale) v; program (KV head i, part j): part_length tokens from j * part_length.
 
     q, out: [M, KV_HEADS * GROUP, HEAD_DIM]. A token sees the cache up to its own position, and no
     further back than `window` tokens, itself included (0: all). Rows of a program are the queries
     of M tokens and GROUP heads that share a KV head: at most BLOCK_ROWS.
-    partial_ptr: fp32[KV_HEADS, PARTS, BLOCK_ROWS, BLOCK_D], sums_ptr: fp32[KV_HEADS, PARTS, 2,
-    BLOCK_ROWS], any content; arrivals_ptr: int32[KV_HEADS], zeros before and after. All three are
-    None when PARTS is 1.
+    partial_ptr: fp32[KV_HEADS, num_parts, BLOCK_ROWS, BLOCK_D], sums_ptr: fp32[KV_HEADS, num_parts,
+    2, BLOCK_ROWS], any content; arrivals_ptr: int32[KV_HEADS], zeros before and after. All three
+    are None when num_parts is 1.
     """
     kv_head, part = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, BLOCK_ROWS)
@@ -119,8 +119,8 @@ def attention_kernel(
     largest = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     mixed = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-    end = tl.minimum((part + 1) * PART, tl.load(positions_ptr + M - 1) + 1)
-    for first in range(part * PART, end, BLOCK_C):
+    end = tl.minimum((part + 1) * part_length, tl.load(positions_ptr + M - 1) + 1)
+    for first in range(part * part_length, end, BLOCK_C):
         seen = first + tl.arange(0, BLOCK_C)
         block = cache + seen.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :]
         block_mask = (seen < end)[:, None] & (channels < HEAD_DIM)[None, :]
@@ -139,8 +139,8 @@ def attention_kernel(
             largest, total, mixed, block_largest, tl.sum(weights, axis=1), block_mixed
         )
 
-    if PARTS > 1:
-        own = kv_head * PARTS * BLOCK_ROWS  # the first of this head's rows in partial and sums
+    if partial_ptr is not None:
+        own = kv_head * num_parts * BLOCK_ROWS  # the first of this head's rows in partial and sums
         partial = partial_ptr + (own + rows)[:, None] * BLOCK_D + channels[None, :]
         sums = sums_ptr + 2 * own + rows
         tl.store(partial + part * BLOCK_ROWS * BLOCK_D, mixed)
@@ -149,11 +149,11 @@ def attention_kernel(
         # as in split-K: all threads have stored before one of them counts the part as arrived
         tl.debug_barrier()
         arrived_before = tl.atomic_add(arrivals_ptr + kv_head, 1, sem="acq_rel")
-        if arrived_before == PARTS - 1:
+        if arrived_before == num_parts - 1:
             largest = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
             total = tl.zeros((BLOCK_ROWS,), tl.float32)
             mixed = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-            for i in tl.range(0, PARTS, num_stages=1):  # in this order, whoever came last
+            for i in tl.range(0, num_parts, num_stages=1):  # in this order, whoever came last
                 largest, total, mixed = _add_part(
                     largest, total, mixed,
                     tl.load(sums + 2 * i * BLOCK_ROWS, cache_modifier=".cg"),
