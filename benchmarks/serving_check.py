@@ -19,7 +19,7 @@ one activation moves values across rounding boundaries, layer after layer. How f
 W8A8 model moves when its input is disturbed by one part in ten million is the yardstick: the engine
 may be off by twice that. transformers has no INT8 product and simulates one, rounded otherwise, so
 what it is off by is reported without a limit; the lab's model simulating as it does must have its
-logits, within 1 %.
+logits, bit for bit.
 """
 
 import argparse
@@ -75,8 +75,6 @@ START_SECONDS = 400
 DISTURBANCE = 1e-7
 # nats; float32 sums in another order, through 30 layers
 FULL_PRECISION_TOLERANCE = 1e-3
-# of the logits, relative
-ROUND_TRIP_TOLERANCE = 1e-2
 
 
 @contextlib.contextmanager
@@ -179,7 +177,7 @@ def measure_transformers(checkpoint: Path, lab: LanguageModel, quantized: Any) -
         name: pd.concat(rows)[["relative", "kl", "top1_match"]].mean().to_dict()
         for name, rows in tables.items()
     }
-    exact = means["transformers_to_lab_simulating"]["relative"] <= ROUND_TRIP_TOLERANCE
+    exact = means["transformers_to_lab_simulating"]["relative"] == 0
     return {"tokens": sum(map(len, tables["transformers"])), **means, "passed": exact}
 
 
@@ -320,7 +318,8 @@ def judge(results: dict[str, Any], lab: LanguageModel, quantized: Any) -> dict[s
     checks["W8A8 by vLLM against fp32 by the lab (for scale)"] = {
         "mean_deviation": float(off.mean())
     }
-    checks["W8A8: logits, transformers against the lab"] = results[TRANSFORMERS]
+    # a part that an earlier version measured has not shown it
+    checks["W8A8: logits, transformers against the lab"] = {"passed": False} | results[TRANSFORMERS]
     return checks
 
 

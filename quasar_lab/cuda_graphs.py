@@ -37,14 +37,16 @@ def capture_cuda(
         with torch.cuda.device(device):  # streams and graphs are of the current one
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream())
-            with (
-                torch.cuda.stream(stream),  # also restores the stream if the capture fails
-                counters_of_graph(device) as counters,
-            ):
-                run()
-                with torch.cuda.graph(graph, stream=stream):
-                    result = run()
-            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with (
+                    torch.cuda.stream(stream),  # also restores the stream if the capture fails
+                    counters_of_graph(device) as counters,
+                ):
+                    run()
+                    with torch.cuda.graph(graph, stream=stream):
+                        result = run()
+            finally:
+                torch.cuda.current_stream().wait_stream(stream)
     finally:
         if collects:
             gc.enable()

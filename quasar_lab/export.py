@@ -6,8 +6,10 @@ ordinary model with INT8 linears and has nothing to undo. `import_checkpoint` is
 
 vLLM multiplies in INT8 as the lab does. transformers simulates INT8 in floating point and rounds
 otherwise (`int8_gemm.simulated`): its logits differ from the lab's by several per cent, and are the
-same bits as those of the lab's model when that simulates as well, `QuantizationConfig(simulated=
-True)` or `load_compressed_tensors(folder, simulated=True)`. So an export can be checked exactly.
+same bits as those of `load_compressed_tensors(folder, simulated=True)`. So an export can be checked
+exactly. (But OPT: there transformers gives all tokens of fc1's input one scale. A model in memory
+with `QuantizationConfig(simulated=True)` may differ in the last bits for a single token: where its
+tensors lie decides which product the BLAS picks.)
 """
 
 import json

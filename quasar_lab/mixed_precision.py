@@ -10,7 +10,7 @@ about L / 2 runs of `num_tokens` tokens, and as many of its output layer again: 
 kept (`trial_runs`). The default model takes two minutes on two cores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import pandas as pd
@@ -76,14 +76,17 @@ def sensitivity(
 
 def mean_kl(model: nn.Module, other: nn.Module, sequences: Sequence[Tensor]) -> float:
     """Mean KL(model || other) in nats a token over `sequences` of token ids."""
-    expected = [TrialRun(model, ids) for ids in _first_tokens(sequences, None, model)]
-    return _mean_kl(expected, [TrialRun(other, run.ids) for run in expected])
+    texts = _first_tokens(sequences, None, model)
+    return _mean_kl((TrialRun(model, ids), TrialRun(other, ids)) for ids in texts)
 
 
-def _mean_kl(expected: Sequence[TrialRun], others: Sequence[TrialRun]) -> float:
-    """Mean KL(expected || other), a token, of runs over the same texts."""
-    total = sum(kl_sums(run, [other])[0] for run, other in zip(expected, others, strict=True))
-    return total / sum(run.ids.numel() for run in expected)
+def _mean_kl(pairs: Iterable[tuple[TrialRun, TrialRun]]) -> float:
+    """Mean KL(first || second), a token, of two runs over each text."""
+    total, tokens = 0.0, 0
+    for expected, other in pairs:
+        total += kl_sums(expected, [other])[0]
+        tokens += expected.ids.numel()
+    return total / tokens
 
 
 def meet_budget(
@@ -109,7 +112,7 @@ def meet_budget(
     expected = [TrialRun(model, ids) for ids in _first_tokens(sequences, BUDGET_TOKENS, model)]
 
     def measured() -> float:
-        return _mean_kl(expected, [TrialRun(quantized, run.ids) for run in expected])
+        return _mean_kl((run, TrialRun(quantized, run.ids)) for run in expected)
 
     if measured() <= budget_kl:
         return
@@ -142,8 +145,8 @@ def _how_many(
 
     def within(count: int) -> bool:
         rest = dict(list(rounded.items())[count:])
-        runs = [TrialRun(run.model, run.ids, rest, fold) for run in expected]
-        return _mean_kl(expected, runs) <= budget_kl
+        pairs = ((run, TrialRun(run.model, run.ids, rest, fold)) for run in expected)
+        return _mean_kl(pairs) <= budget_kl
 
     too_few, enough = 0, 1
     while enough < len(rounded) and not within(enough):

@@ -55,7 +55,8 @@ def model_card(
             "vLLM multiplies in INT8. transformers (with the package compressed-tensors) emulates "
             "it in floating point and rounds activations in steps of absmax / 127.5 instead of "
             "127: its logits differ from vLLM's by about as much as rounding itself changes them, "
-            "and are those of quasar-lab's `load_compressed_tensors(FOLDER, simulated=True)`.",
+            "and are those of quasar-lab's `load_compressed_tensors(FOLDER, simulated=True)` (but "
+            "OPT's).",
             "",
             "## Licence",
             "",

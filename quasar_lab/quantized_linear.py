@@ -5,6 +5,7 @@ from jaxtyping import Float32, Int8
 from torch import Tensor, nn
 
 from quasar_lab import int8_gemm
+from quasar_lab.checks import check_flag
 from quasar_lab.int8_gemm.simulated import simulated_linear
 
 
@@ -19,6 +20,7 @@ class W8A8Linear(nn.Module):
     qweight: Int8[Tensor, "N K"]
     weight_scale: Float32[Tensor, "N"]
     bias: Tensor | None
+    simulated = False  # of one that was pickled before there was a choice
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class W8A8Linear(nn.Module):
         self.register_buffer("qweight", qweight)
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("bias", bias)
+        check_flag("simulated", simulated)
         self.backend = backend
         self.simulated = simulated
         self.smoothing = smoothing

@@ -198,6 +198,8 @@ def test_repr_tells_the_scheme(stats, model):
         assert part in text
     assert "smoothing=none" in repr(quantized.get_submodule(DOWN_PROJ))
     simulated = quantize(model, stats, QuantizationConfig(simulated=True))
+    with pytest.raises(UserError, match="their last dimensions"):
+        simulated.get_submodule(DOWN_PROJ)(torch.ones(1, 5))
     assert "simulated in floating point" in repr(simulated.get_submodule(DOWN_PROJ))
 
 

@@ -6,8 +6,14 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    fetch = commands.add_parser("fetch", help="fetch a model ahead of its use")
-    fetch.add_argument("model", nargs="?", default=None, help="a preset or a Hub id")
+    fetch = commands.add_parser(
+        "fetch",
+        help="fetch a model ahead of its use",
+        description="Fetch a model into the cache and print its folder.",
+    )
+    fetch.add_argument(
+        "model", nargs="?", default=None, help="a preset or a Hub id (default: smollm2-135m)"
+    )
     fetch.add_argument("--list", action="store_true", help="list the presets")
     fetch.add_argument("--json", action="store_true", help="print JSON")
     fetch.set_defaults(run=run)

@@ -1,5 +1,7 @@
 """Launches the kernels of a decoder step's attention (kernels.py) where Triton works."""
 
+import functools
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -23,11 +25,22 @@ def fits(qkv: Float[Tensor, "tokens channels"], weights: DecoderWeights) -> bool
     return (
         triton_backend.availability() == "ok"
         and triton_backend.supports(qkv.device)
+        and _compiles(qkv.device)
         and weights.softmax_dtype == torch.float32
         and qkv.dtype in _DTYPES[qkv.device.type]
         and len(qkv) * group <= MAX_ROWS
         and weights.head_dim <= _MAX_HEAD_DIM
     )
+
+
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton can build kernels here, which needs a C compiler; found out once, by one."""
+    try:
+        triton_backend.quantize_activation(torch.zeros(1, 16, device=device))
+    except Exception:  # whatever the compiler, the linker or the driver raise
+        return False
+    return True
 
 
 def parts_of(context: int) -> tuple[int, int]:
@@ -89,7 +102,8 @@ def cached_attention(
         )  # fmt: skip
         attention_kernel[(kv_heads, parts)](
             q, keys, values, positions, out, partial, sums, counters,
-            tokens, capacity, weights.attention_scale, layer.window or 0, part, parts,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, **options, **triton_backend.EXACT,
+            tokens, capacity, weights.attention_scale, part, parts,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, WINDOW=layer.window or 0,
+            **options, **triton_backend.EXACT,
         )  # fmt: skip
     return out

@@ -89,17 +89,17 @@ def _add_part(largest, total, mixed, part_largest, part_total, part_mixed):
 
 
 # The context grows with the text: what follows from it must not make another kernel.
-@triton.jit(do_not_specialize=["M", "window", "part_length", "num_parts"])
+@triton.jit(do_not_specialize=["M", "part_length", "num_parts"])
 def attention_kernel(
     q_ptr, keys_ptr, values_ptr, positions_ptr, out_ptr, partial_ptr, sums_ptr, arrivals_ptr,
-    M, capacity, scale, window, part_length, num_parts,
+    M, capacity, scale, part_length, num_parts,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """softmax(q kᵀ scale) v; program (KV head i, part j): part_length tokens from j * part_length.
 
     q, out: [M, KV_HEADS * GROUP, HEAD_DIM]. A token sees the cache up to its own position, and no
-    further back than `window` tokens, itself included (0: all). Rows of a program are the queries
+    further back than WINDOW tokens, itself included (0: all). Rows of a program are the queries
     of M tokens and GROUP heads that share a KV head: at most BLOCK_ROWS.
     partial_ptr: fp32[KV_HEADS, num_parts, BLOCK_ROWS, BLOCK_D], sums_ptr: fp32[KV_HEADS, num_parts,
     2, BLOCK_ROWS], any content; arrivals_ptr: int32[KV_HEADS], zeros before and after. All three
@@ -120,15 +120,19 @@ def attention_kernel(
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     mixed = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
     end = tl.minimum((part + 1) * part_length, tl.load(positions_ptr + M - 1) + 1)
-    for first in range(part * part_length, end, BLOCK_C):
+    start = part * part_length
+    if WINDOW > 0:  # whole blocks that even the first token does not see
+        earliest = tl.load(positions_ptr).to(tl.int32) - WINDOW + 1
+        start = tl.maximum(start, earliest // BLOCK_C * BLOCK_C)
+    for first in range(start, end, BLOCK_C):
         seen = first + tl.arange(0, BLOCK_C)
         block = cache + seen.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :]
         block_mask = (seen < end)[:, None] & (channels < HEAD_DIM)[None, :]
         keys = tl.load(keys_ptr + block, mask=block_mask, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         visible = seen[None, :] <= position[:, None]
-        if window > 0:
-            visible = visible & (seen[None, :] > position[:, None] - window)
+        if WINDOW > 0:
+            visible = visible & (seen[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, -float("inf"))
         block_largest = tl.max(scores, axis=1)
         base = tl.where(block_largest == -float("inf"), 0.0, block_largest)

@@ -112,6 +112,21 @@ def int8_matmul(a: Tensor, b: Tensor, *, backend: str = "auto") -> Tensor:
     return _choose(backend, a.shape[0], b).int8_matmul(a, b)
 
 
+def check_linear(
+    x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> None:
+    """UserError unless these are the operands of a W8A8 linear, see `w8a8_linear`."""
+    _check("x", x, (torch.float16, torch.bfloat16, torch.float32, torch.float64), None)
+    _check("qweight", qweight, (torch.int8,), 2)
+    _check("weight_scale", weight_scale, (torch.float32,), 1)
+    _check_inner(x, qweight, "x and qweight")
+    for name, vector in (("weight_scale", weight_scale), ("bias", bias)):
+        if vector is not None and vector.shape != qweight.shape[:1]:
+            raise UserError(
+                f"{name} has shape {list(vector.shape)}: qweight needs [{qweight.shape[0]}]"
+            )
+
+
 def w8a8_linear(
     x: Tensor,
     qweight: Tensor,
@@ -127,15 +142,7 @@ def w8a8_linear(
     y[m, n] = sum_k qx[m, k] qw[n, k] * sx[m] * sw[n] + bias[n], the sum exact in int32, the rest
     in float32 (for float64, in float64). Raises UserError as `int8_matmul` does.
     """
-    _check("x", x, (torch.float16, torch.bfloat16, torch.float32, torch.float64), None)
-    _check("qweight", qweight, (torch.int8,), 2)
-    _check("weight_scale", weight_scale, (torch.float32,), 1)
-    _check_inner(x, qweight, "x and qweight")
-    for name, vector in (("weight_scale", weight_scale), ("bias", bias)):
-        if vector is not None and vector.shape != qweight.shape[:1]:
-            raise UserError(
-                f"{name} has shape {list(vector.shape)}: qweight needs [{qweight.shape[0]}]"
-            )
+    check_linear(x, qweight, weight_scale, bias)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     module = _choose(backend, rows.shape[0], qweight)
     out = module.w8a8_linear(rows, qweight, weight_scale, bias)

@@ -29,18 +29,16 @@ chosen: dict[tuple[object, ...], ModuleType] = {}
 
 
 def _machine() -> str:
-    """What the answer depends on: processor, threads, device, versions."""
+    """What the answers depend on: processor, threads, versions."""
     from quasar_lab import __version__
     from quasar_lab.tiles.instruction_sets import best_instruction_set
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     facts = [
         platform.machine(),
         platform.processor(),
         best_instruction_set(),
         os.cpu_count(),
         torch.get_num_threads(),
-        device,
         torch.__version__,
         __version__,
     ]
@@ -89,7 +87,11 @@ def _measure(module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor) -> fl
     if x.is_cuda and importlib.util.find_spec("triton") is not None:
         from triton.testing import do_bench
 
-        return do_bench(lambda: module.w8a8_linear(x, weight, scale, None), return_mode="min") / 1e3
+        with torch.cuda.device(x.device):  # whose clock it reads
+            milliseconds = do_bench(
+                lambda: module.w8a8_linear(x, weight, scale, None), return_mode="min"
+            )
+        return milliseconds / 1e3
     seconds = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
@@ -106,7 +108,8 @@ def fastest(usable: Mapping[str, ModuleType], rows: int, weight: Tensor) -> str:
     if len(names) == 1 or os.environ.get("QUASAR_LAB_AUTOTUNE", "1") == "0":
         return names[0]
     bucket = min(1 << max(rows - 1, 0).bit_length(), _LARGEST_BUCKET)
-    key = f"{weight.device.type} {torch.get_num_threads()} {bucket}x{list(weight.shape)}"
+    place = torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
+    key = f"{place} {torch.get_num_threads()} {bucket}x{list(weight.shape)}"
     known = _known().get(key)
     if known is not None and known in usable:
         return known

@@ -81,7 +81,9 @@ def plot_gain(summary: pd.DataFrame) -> Figure:
                 at_right = x_label == x[-1]
                 axes.annotate(
                     f"{speedup:g}x", (x_label, x_label / speedup), fontsize=10, color="0.4",
-                    ha="right" if at_right else "center", va="bottom" if at_right else "top",
+                    textcoords="offset points", xytext=(-4, 0) if at_right else (0, -4),
+                    ha="right" if at_right else "center", va="center" if at_right else "top",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1}, zorder=2,
                 )  # fmt: skip
         for method, length, cost in zip(methods, lengths, costs, strict=True):
             color, marker = look_of_methods(methods)[method]

@@ -66,7 +66,9 @@ def plot_acceptance_check(table: pd.DataFrame, what: str) -> Figure:
         error = 2 * np.sqrt(predicted * (1 - predicted) / table["num_draws"].to_numpy())
         axes.plot([0, 1], [0, 1], color="0.4", lw=1.2, label="predicted = measured")
         axes.errorbar(
-            predicted, measured, yerr=error, fmt="o", color=sns.color_palette("colorblind")[0],
+            predicted, measured, fmt="o",
+            yerr=[np.minimum(error, measured), np.minimum(error, 1 - measured)],
+            color=sns.color_palette("colorblind")[0],
             ecolor="0.65", ms=7, capsize=3, label="measured, ± 2 standard errors",
         )  # fmt: skip
         low = min(predicted.min(), (measured - error).min()) - 0.05
@@ -114,7 +116,7 @@ def plot_trace(trace: Trace | Generation, max_steps: int = 40) -> Figure:
         axes.set_ylim(0.4, highest + 0.6)
         axes.set_yticks(range(1, highest + 1))
         shown = "" if len(steps) == len(trace.steps) else f", the first {max_steps}"
-        axes.set_xlabel(f"verification step{shown} of {len(trace.steps)}")
+        axes.set_xlabel(f"verification step{shown} ({len(trace.steps)} in all)")
         axes.set_ylabel("token of the step")
         figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     return figure
