@@ -50,7 +50,9 @@ def plot_speed(rows: pd.DataFrame, summary: pd.DataFrame) -> Figure:
             color, marker = look_of_methods(methods)[method]
             values = rows.loc[rows["method"] == method, "tokens_per_second"]
             median = values.median()
-            axes.barh(y, median, color=color, alpha=0.35, height=0.6)
+            axes.barh(
+                y, median, color=color, alpha=0.35, height=0.6, edgecolor="0.3", linewidth=0.6
+            )
             axes.scatter(
                 values, np.full(len(values), y), color=color, marker=marker, s=22, zorder=3
             )

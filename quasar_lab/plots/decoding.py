@@ -115,8 +115,9 @@ def plot_trace(trace: Trace | Generation, max_steps: int = 40) -> Figure:
         highest = max(y for pairs in places.values() for _, y in pairs)
         axes.set_ylim(0.4, highest + 0.6)
         axes.set_yticks(range(1, highest + 1))
-        shown = "" if len(steps) == len(trace.steps) else f", the first {max_steps}"
-        axes.set_xlabel(f"verification step{shown} ({len(trace.steps)} in all)")
+        total = len(trace.steps)
+        shown = f"{total} in all" if len(steps) == total else f"the first {max_steps} of {total}"
+        axes.set_xlabel(f"verification step ({shown})")
         axes.set_ylabel("token of the step")
         figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     return figure

@@ -189,7 +189,7 @@ def plot_roofline(points: pd.DataFrame, peaks: Mapping[str, float], bandwidth: f
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axes.set_xlabel("operations for each byte of weights")
+        axes.set_xlabel("operations for each byte read")
         axes.set_ylabel("billion operations a second")
         figure.legend(loc="outside lower center", fontsize=10, ncols=2)
     return figure

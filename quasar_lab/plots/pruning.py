@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from quasar_lab.plots import MARKERS, style
 
@@ -26,6 +26,9 @@ def plot_influence(influence: Sequence[float]) -> Figure:
         axes = figure.subplots()
         axes.bar(range(len(influence)), influence, color=_PALETTE[0], alpha=0.8)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_xlabel("layer")
         axes.set_ylabel("block influence, 1 - cos")
         axes.set_xlim(-0.7, len(influence) - 0.3)
