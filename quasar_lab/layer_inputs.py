@@ -25,7 +25,7 @@ def rms_norm(
 
     Source: arXiv 1910.07467, equation 4.
     """
-    if x.is_cuda and x.dtype != torch.float64:  # one kernel instead of six, rounded like them
+    if x.is_cuda and x.dtype != torch.float64:  # two kernels, not eight, rounded alike
         return weight * nn.functional.rms_norm(x, weight.shape, eps=eps)
     exact = x.float()
     exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)

@@ -20,7 +20,6 @@ class W8A8Linear(nn.Module):
     qweight: Int8[Tensor, "N K"]
     weight_scale: Float32[Tensor, "N"]
     bias: Tensor | None
-    simulated = False  # of one that was pickled before there was a choice
 
     def __init__(
         self,

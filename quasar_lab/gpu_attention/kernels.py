@@ -1,4 +1,4 @@
-"""Attention of a decoder step in two Triton kernels, where torch's operators are thirty.
+"""Attention of a decoder step in two Triton kernels; torch's operators are 22, with head norms 38.
 
 A step has few tokens, so what it costs beside its products is the number of kernels it starts.
 `rotate_store_kernel` takes q, k and v as the projection leaves them: norms the heads (Qwen3), turns
