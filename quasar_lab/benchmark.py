@@ -19,9 +19,11 @@ from quasar_lab.grid import Cell, Grid, Key, key_of, key_of_row
 from quasar_lab.loading import LanguageModel
 from quasar_lab.methods import (
     BASELINE,
+    BF16,
     FOUR_CELLS,
     FULL,
     INT8,
+    INT8_BF16,
     INT8_HEAD,
     METHODS,
     PRUNED,
@@ -36,6 +38,7 @@ from quasar_lab.quantization import QuantizationConfig, quantize
 from quasar_lab.results import ResultFile, RowStore
 from quasar_lab.runners import Runner, make_runners, precisions, warm_up
 from quasar_lab.sampling import SamplingConfig
+from quasar_lab.structure import in_bfloat16
 from quasar_lab.tasks import TASKS, Prompt, conversation, load_calibration_texts, load_task
 
 
@@ -62,14 +65,17 @@ def verifiers(
     model: LanguageModel, precisions: Iterable[str], quantized: Any = None
 ) -> dict[str, Any]:
     """precision -> the model that verifies in it. quantized: the INT8 one; None makes it."""
-    models = {FULL: model.model, INT8: quantized, INT8_HEAD: None}
+    models = {FULL: model.model, INT8: quantized, INT8_BF16: None, INT8_HEAD: None}
     wanted = list(precisions)
     models |= {name: prune_layers(model.model, PRUNED[name]) for name in wanted if name in PRUNED}
+    if {BF16, INT8_BF16} & set(wanted):
+        models[BF16] = in_bfloat16(model.model)
     missing = [precision for precision in wanted if models[precision] is None]
     stats = calibrate(model.model, calibration_batches(model)) if missing else None
     for precision in missing:
         skip = () if precision == INT8_HEAD else QuantizationConfig().skip
-        models[precision] = quantize_for_benchmark(model, QuantizationConfig(skip=skip), stats)
+        source = models[BF16 if precision == INT8_BF16 else FULL]
+        models[precision] = quantize(source, stats, QuantizationConfig(skip=skip))
     return models
 
 

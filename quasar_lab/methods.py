@@ -23,8 +23,11 @@ from quasar_lab.pruning import kept_layers
 from quasar_lab.structure import as_module
 from quasar_lab.targets import Target
 
-# INT8 leaves the output layer in full precision, as Quasar does; INT8_HEAD does not.
+# FULL is the model as loaded. INT8 rounds its layers and leaves the rest as it is: embeddings,
+# norms, KV cache and, as Quasar does, the output layer. In INT8_BF16 that rest is bfloat16, as the
+# paper's is; in INT8_HEAD the output layer is INT8 too. BF16: all weights bfloat16.
 FULL, INT8, INT8_HEAD = "full", "int8", "int8_head"
+BF16, INT8_BF16 = "bf16", "int8_bf16"
 
 # The paper's keep ratios, as percentages of the layers: precision names of pruned verifiers.
 KEEP_PERCENT = (90, 75, 50)
@@ -101,9 +104,9 @@ def _pruned(keep: float) -> Callable[[DraftSettings, Any, BuildTarget], Drafter]
 class Method:
     """One way to decode.
 
-    precision: of the target that verifies, "full", "int8", "int8_head" or one of `PRUNED` (full
-    precision, fewer layers). make_drafter: given the settings, the verifying model and what builds
-    a `Target` of a model; a drafter serves every prompt of a run.
+    precision: of the target that verifies, "full", "bf16", "int8", "int8_bf16", "int8_head" or one
+    of `PRUNED` (full precision, fewer layers). make_drafter: given the settings, the verifying
+    model and what builds a `Target` of a model; a drafter serves every prompt of a run.
     confirm: the precision of the target that confirms what the verifier emits (lossless mode).
     """
 
@@ -140,6 +143,10 @@ METHODS = {
         Method("lossless", "n-gram, INT8, confirmed", INT8, _ngram, confirm=FULL),
         Method("int8_head", "plain, INT8 with head", INT8_HEAD),
         Method("quasar_head", "n-gram, INT8 with head", INT8_HEAD, _ngram),
+        Method("int8_bf16", "plain, INT8 + bf16", INT8_BF16),
+        Method("quasar_bf16", "n-gram, INT8 + bf16", INT8_BF16, _ngram),
+        Method("bf16", "plain, bf16", BF16),
+        Method("ngram_bf16", "n-gram, bf16", BF16, _ngram),
         # the pruning ablation in both readings: who is it that has fewer layers?
         *(
             Method(

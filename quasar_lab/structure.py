@@ -1,7 +1,9 @@
 """Find one's way in a Hugging Face model: its linears, their weights and its decoder layers."""
 
+import copy
 from fnmatch import fnmatchcase
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -24,6 +26,21 @@ def as_module(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"model is {describe(model)}: pass a torch module or what load() returned")
     return model
+
+
+def in_bfloat16(model: nn.Module) -> nn.Module:
+    """A copy of a full-precision model with bfloat16 parameters; tied ones stay tied.
+
+    Buffers stay as they are: `model.bfloat16()` rounds the rotary frequencies as well, and a
+    position times an error of 0.4 % is another position.
+    """
+    return copy.deepcopy(
+        model,  # deepcopy takes from its memo what it would have to copy
+        {
+            id(own): nn.Parameter(own.detach().to(torch.bfloat16), requires_grad=own.requires_grad)
+            for own in model.parameters()
+        },
+    )
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -25,6 +25,7 @@ from quasar_lab.summary import common_prefix, label_of
 TARGETS = (
     ("quasar", ("transformers",), 8.0),
     ("quasar", ("ngram",), 2.0),
+    ("quasar_bf16", ("ngram",), 2.0),
     ("quasar", ("llama_cpp", "llama_cpp_lookup"), 1.2),
 )
 
@@ -114,7 +115,7 @@ def text_check(rows: pd.DataFrame) -> pd.DataFrame:
         method = METHODS.get(str(name))
         reference = BASELINE
         if method is not None and FULL not in (method.precision, method.confirm):
-            reference = method.precision  # both INT8 precisions have a plain method of their name
+            reference = method.precision  # but for FULL, each has a plain method of its name
         if reference not in texts:
             continue
         pairs = [(own[key], texts[reference][key]) for key in own.index]

@@ -4,11 +4,24 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 
 from quasar_lab import Prompt, UserError, calibrate, run_benchmark
 from quasar_lab import runners as runners_module
-from quasar_lab.benchmark import calibration_batches
-from quasar_lab.methods import FOUR_CELLS, FULL, METHODS, PRUNED, DraftSettings
+from quasar_lab.benchmark import calibration_batches, verifiers
+from quasar_lab.engines import build_target
+from quasar_lab.methods import (
+    BF16,
+    FOUR_CELLS,
+    FULL,
+    INT8,
+    INT8_BF16,
+    INT8_HEAD,
+    METHODS,
+    PRUNED,
+    DraftSettings,
+)
+from quasar_lab.quantized_linear import W8A8Linear
 
 TASKS = {
     "chat": [Prompt(1, "chat", ("one two one two", "and again")), Prompt(2, "chat", ("abcabc",))],
@@ -38,7 +51,7 @@ def test_same_target_same_greedy_text(rows) -> None:
             if method.precision in PRUNED:
                 continue  # a model of its own, which has no plain method: see test_pruning
             exact = FULL in (method.precision, method.confirm)
-            says = "plain" if exact else method.precision  # both INT8 precisions have a plain one
+            says = "plain" if exact else method.precision  # each has a plain method of its name
             assert tokens[method.name] == tokens[says], method.name
 
 
@@ -55,9 +68,31 @@ def test_calibration_texts_end_where_the_model_does(tiny_language_model, monkeyp
 def test_every_speculative_method_drafts(rows) -> None:
     """A drafter that is built but never asked would pass every comparison of texts."""
     drafted = rows.groupby("method")["drafted"].sum()
-    assert (drafted.drop(["plain", "int8", "int8_head"]) > 0).all()
+    plain = [name for name, method in METHODS.items() if method.make_drafter is None]
+    assert (drafted.drop(plain) > 0).all() and (drafted[plain] == 0).all()
     lossless = rows[rows["method"] == "lossless"]
     assert (lossless["drafted"] <= 3 * lossless["steps"]).all()  # blocks of confirm_every
+
+
+def test_the_precisions_are_what_their_names_say(tiny_language_model) -> None:
+    """Guards the rotary frequencies, which `model.bfloat16()` would round, and the tied output."""
+    full = tiny_language_model.model
+    models = verifiers(tiny_language_model, [FULL, BF16, INT8, INT8_BF16, INT8_HEAD])
+    assert models[FULL] is full and next(full.parameters()).dtype == torch.float32
+    for name, floats in ((BF16, torch.bfloat16), (INT8_BF16, torch.bfloat16),
+                         (INT8, torch.float32), (INT8_HEAD, torch.float32)):  # fmt: skip
+        model = models[name]
+        assert {parameter.dtype for parameter in model.parameters()} == {floats}, name
+        assert torch.equal(model.model.rotary_emb.inv_freq, full.model.rotary_emb.inv_freq)
+        layers = {type(module) for module in model.model.layers.modules()}
+        assert (W8A8Linear in layers) == (torch.nn.Linear not in layers) == (name != BF16)
+        assert isinstance(model.lm_head, W8A8Linear) == (name == INT8_HEAD)
+        tied = full.lm_head.weight is full.model.embed_tokens.weight
+        if name != INT8_HEAD:
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    logits = {name: build_target(model).forward(torch.arange(9)) for name, model in models.items()}
+    distance = {name: (each - logits[FULL]).abs().mean() for name, each in logits.items()}
+    assert 0 < distance[BF16] < distance[INT8]  # 8 bits for each number, not 7 for a row's largest
 
 
 def test_the_four_cells_are_what_runs_by_default(tiny_language_model) -> None:
