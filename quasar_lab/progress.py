@@ -7,15 +7,21 @@ from tqdm.auto import tqdm
 
 
 def say(line: str) -> None:
-    """Print one line to stderr, where it does not disturb a command's output."""
-    print(f"quasar-lab: {line}", file=sys.stderr, flush=True)
+    """Print one line to stderr, where it does not disturb a command's output; in a notebook to
+    stdout, for Jupyter shows stderr as if it were an error."""
+    stream = sys.stdout if _in_notebook() else sys.stderr
+    print(f"quasar-lab: {line}", file=stream, flush=True)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def someone_watches() -> bool:
     """True on a terminal and in a Jupyter notebook, where a moving bar can be drawn."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"
+    return sys.stderr.isatty() or _in_notebook()
 
 
 class ProgressBar:
