@@ -18,7 +18,7 @@ from torch import Tensor
 from quasar_lab.checks import check_tokens
 from quasar_lab.draft import Draft, checked_draft
 from quasar_lab.errors import UserError
-from quasar_lab.sampling import SamplingConfig, adjusted_logits, probabilities
+from quasar_lab.sampling import SamplingConfig, adjusted_logits, greedy_tokens, probabilities
 from quasar_lab.targets import Target
 from quasar_lab.trace import Step
 from quasar_lab.verification import verify_greedy, verify_in_detail
@@ -99,7 +99,7 @@ class SpeculativeSequence:
         if self.sampling.greedy:
             p = None
             scores = adjusted_logits(logits, self.sampling, **self._context(draft_tokens))
-            verification = verify_greedy(scores.argmax(dim=-1).tolist(), draft_tokens)
+            verification = verify_greedy(greedy_tokens(scores), draft_tokens)
         else:
             p = probabilities(logits, self.sampling, **self._context(draft_tokens))
             verification = verify_in_detail(p, draft_tokens, draft.probs, self.generator)

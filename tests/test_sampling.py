@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from quasar_lab.errors import UserError
-from quasar_lab.sampling import SamplingConfig, adjusted_logits, probabilities, verify
+from quasar_lab.sampling import (
+    SamplingConfig,
+    adjusted_logits,
+    greedy_tokens,
+    probabilities,
+    verify,
+)
 from quasar_lab.verification import (
     acceptance_probability,
     count_accepted,
@@ -524,3 +530,18 @@ def test_two_drafted_tokens_follow_their_joint_law(generator):
     expected = counts.sum(1, keepdim=True) * p[1]
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert stats.chi2.sf(statistic, 3 * 2) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_first_of_equal_tokens_is_the_greedy_one(dtype) -> None:
+    """Greedy text must not depend on how wide a block is, nor on which argmax looks at it."""
+    scores = torch.randint(-3, 4, (7, 1000), generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[3] = -math.inf
+    scores[3, 11] = -5
+    scores[4:, 500] = scores[4:, 900] = 9
+    scores.requires_grad_()
+    expected = [row.index(max(row)) for row in scores.tolist()]
+    assert greedy_tokens(scores) == expected and expected[3:5] == [11, 500]
+    assert greedy_tokens(scores.detach()[:, ::2]) == [
+        row.index(max(row)) for row in scores[:, ::2].tolist()
+    ]
