@@ -328,16 +328,17 @@ def test_int8_tiles_of_every_instruction_set(name):
                     out.ctypes.data, 0, 1)  # fmt: skip
 
     generator = np.random.default_rng(0)
-    for rows, n, k in [(1, 3, 20), (7, 12, 576), (16, 9, 4096 + 5)]:
+    for rows, n, k in [(1, 3, 20), (7, 12, 576), (16, 9, 4096 + 5), (9, 18, 2 * 4096)]:
         padded = -(-k // kind.step) * kind.step
         a = np.zeros((rows, padded), np.int16 if kind.input_bytes == 2 else np.int8)
-        a[:, :k] = generator.integers(-127, 128, (rows, k))
-        memory = generator.integers(-127, 128, n * k + 64).astype(np.int8)
+        a[:, :k] = generator.integers(-128, 128, (rows, k))
+        memory = generator.integers(-128, 128, n * k + 64).astype(np.int8)
         weight = memory[: n * k].reshape(n, k)
-        a[0, :k], weight[0] = 127, -127
+        a[0, :k], weight[0], a[-1, :k], weight[-1] = 127, -128, -128, 127
+        weight[1] = -128
         exact = a[:, :k].astype(np.int64) @ weight.T.astype(np.int64)
         scales, weight_scale = (generator.random(size, dtype=np.float32) for size in (rows, n))
-        shifts = 0 if kind.input_bytes == 2 else 128 * a.astype(np.int64).sum(1)
+        shifts = 128 * a.astype(np.int64).sum(1) if kind.shifted else 0
         shifts = np.broadcast_to(shifts, rows).astype(np.int32)
         out = np.full((rows, n), np.nan, np.float32)
         product(a, scales, shifts, k, memory, weight_scale, n, out)

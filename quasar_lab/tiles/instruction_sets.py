@@ -2,8 +2,10 @@
 
 - "vnni512", "vnni256": `vpdpbusd` adds four u8 x s8 products into an int32 lane. The weight is
   shifted into u8 (w + 128); 128 * sum(a) is subtracted at the end. It wraps, never saturates.
-- "avx512", "avx2": both operands are widened to int16 and `vpmaddwd` adds two exact products
-  into an int32 lane.
+- "avx512": both operands are widened to int16 and `vpmaddwd` adds two exact products into an
+  int32 lane.
+- "avx2": `vpmaddubsw` adds two products of |w| and an input that has taken over the weight's sign
+  into an int16, `vpmaddwd` by ones two of these into an int32 lane (signs_tile.py).
 - "portable": the same loop left to the compiler, for every other processor.
 
 All are exact for every int8 input as long as the final sum fits an int32.
@@ -35,8 +37,8 @@ class InstructionSet:
 
     features: what the CPU must have; step: weights per vector; lanes: int32 sums per vector;
     max_rows: the tallest tile whose 4 sums a row and operands fit the vector registers; widens:
-    the activations are passed as int16 (else as int8, and the sums come out shifted by 128 times
-    the sum of the activations).
+    the activations are passed as int16 (else as int8); signs: tiles are one column wide
+    (signs_tile.py), else four.
     """
 
     name: str
@@ -45,6 +47,7 @@ class InstructionSet:
     lanes: int
     max_rows: int
     widens: bool
+    signs: bool = False
 
     @property
     def available(self) -> bool:
@@ -57,7 +60,7 @@ INSTRUCTION_SETS = {
         InstructionSet("vnni512", ("avx512vnni", "avx512bw"), 64, 16, 6, False),
         InstructionSet("vnni256", ("avx512vnni", "avx512vl"), 32, 8, 6, False),
         InstructionSet("avx512", ("avx512bw",), 32, 16, 6, True),
-        InstructionSet("avx2", ("avx2",), 16, 8, 2, True),
+        InstructionSet("avx2", ("avx2",), 32, 8, 8, False, signs=True),
         InstructionSet("portable", (), 16, 16, 2, True),
     )
 }
@@ -84,8 +87,8 @@ def dot_accumulate(
         )
         cast = [builder.bitcast(each, operand) for each in (w, a)]
         return builder.call(function, [total, *cast])
-    if isa.name in ("avx2", "avx512"):
-        name = "llvm.x86.avx2.pmadd.wd" if isa.name == "avx2" else "llvm.x86.avx512.pmaddw.d.512"
+    if isa.name == "avx512":
+        name = "llvm.x86.avx512.pmaddw.d.512"
         function = cgutils.get_or_insert_function(
             module, ir.FunctionType(lanes, [a.type, a.type]), name
         )

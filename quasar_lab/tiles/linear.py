@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from quasar_lab.int8_gemm.reference import QMAX
 from quasar_lab.tiles.linear_tile import COLUMNS, format_number, linear_tile
+from quasar_lab.tiles.signs_tile import signs_linear
 
 # Rows of activations that stay in the second-level cache while all weights pass by.
 PANEL_ROWS = 64
@@ -64,11 +65,25 @@ def copy_row(integers, quantized, length, padded):  # type: ignore[no-untyped-de
 
 
 @numba.njit
-def row_bytes(name, k):  # type: ignore[no-untyped-def]
+def skewed(num_bytes):  # type: ignore[no-untyped-def]
+    """The distance of rows of so many bytes: at multiples of 4 KB all of them would compete for the
+    same lines of the first-level cache."""
+    return num_bytes + 9 * 64 if num_bytes % 4096 == 0 else num_bytes
+
+
+@numba.njit
+def _vector_bytes(name, k):  # type: ignore[no-untyped-def]
     """Of a quantised row: whole vectors."""
     numba.literally(name)
     step = format_number(name, "step")
     return (k + step - 1) // step * step * format_number(name, "input_bytes")
+
+
+@numba.njit
+def row_bytes(name, k):  # type: ignore[no-untyped-def]
+    """From one quantised row to the next."""
+    numba.literally(name)
+    return skewed(_vector_bytes(name, k))
 
 
 @numba.njit
@@ -79,21 +94,22 @@ def integer_row(name, is_float, source, row, k, integers, scales, shifts):  # ty
     too large by.
     """
     numba.literally(name)
-    num_bytes = row_bytes(name, k)
-    to = integers + row * num_bytes
-    scale, shift = np.float32(1), np.int32(0)
+    num_bytes = _vector_bytes(name, k)
+    to = integers + row * row_bytes(name, k)
+    scale, total, shift = np.float32(1), np.int32(0), np.int32(0)
     if format_number(name, "input_bytes") == 2:
         wide, padded = pointer(to, _i16), num_bytes // 2
         if is_float:
-            scale, _ = quantize_row(pointer(source, _f32), wide, k, padded)
+            scale, total = quantize_row(pointer(source, _f32), wide, k, padded)
         else:
-            copy_row(pointer(source, _i8), wide, k, padded)
+            total = copy_row(pointer(source, _i8), wide, k, padded)
     else:
         narrow = pointer(to, _i8)
         if is_float:
             scale, total = quantize_row(pointer(source, _f32), narrow, k, num_bytes)
         else:
             total = copy_row(pointer(source, _i8), narrow, k, num_bytes)
+    if format_number(name, "shifted"):
         shift = np.int32(128 * total)
     pointer(scales, _f32)[row] = scale
     pointer(shifts, _i32)[row] = shift
@@ -132,6 +148,11 @@ def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, last_weights
     apart = n - 1 if last_weights else n
     for panel in range(0, rows, PANEL_ROWS):
         panel_rows = min(PANEL_ROWS, rows - panel)
+        if format_number(name, "signs"):
+            signs_linear(name, a + panel * a_stride, a_stride, scales + 4 * panel, panel_rows, k,
+                         weight, last_weights, weight_scale, n, out + 4 * panel * n, first,
+                         last)  # fmt: skip
+            continue
         tiles = (panel_rows + most - 1) // most
         column = first
         while column < last:

@@ -53,6 +53,16 @@ class TileFormat:
     int8: InstructionSet | None = None
     scaled: bool = True
 
+    @property
+    def signs(self) -> bool:
+        """Multiplied by signs_tile.py, not by the tile of this file."""
+        return self.int8 is not None and self.int8.signs
+
+    @property
+    def shifted(self) -> bool:
+        """Sums come out too large by 128 times the sum of the inputs (VNNI's)."""
+        return self.int8 is not None and not (self.int8.signs or self.int8.widens)
+
 
 # Appended to an INT8 format's name: int32 sums instead of scaled ones.
 SUMS = " sums"
@@ -212,6 +222,8 @@ def linear_tile(  # type: ignore[no-untyped-def]
     signature = types.void(name, columns, *[types.int64] * 11)
 
     def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
+        if kind.signs:  # compiled with the rest, never called
+            return context.get_dummy_value()
         rows, a, a_stride, w, w_stride, steps, out, out_stride = args[2:10]
         scales, shifts, weight_scales = args[10:]
         to = Tile(builder, kind)
