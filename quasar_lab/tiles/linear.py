@@ -15,6 +15,10 @@ from quasar_lab.tiles.signs_tile import signs_linear
 # Rows of activations that stay in the second-level cache while all weights pass by.
 PANEL_ROWS = 64
 
+# Between the rows of a signs_tile whose length is a multiple of 4 KB: all 8 and the weights would
+# compete for the same lines of the first-level cache. (Six rows of VNNI's tile are slower with it.)
+SKEW = 9 * 64
+
 _i8, _i16, _i32, _f32 = types.int8, types.int16, types.int32, types.float32
 
 
@@ -65,13 +69,6 @@ def copy_row(integers, quantized, length, padded):  # type: ignore[no-untyped-de
 
 
 @numba.njit
-def skewed(num_bytes):  # type: ignore[no-untyped-def]
-    """The distance of rows of so many bytes: at multiples of 4 KB all of them would compete for the
-    same lines of the first-level cache."""
-    return num_bytes + 9 * 64 if num_bytes % 4096 == 0 else num_bytes
-
-
-@numba.njit
 def _vector_bytes(name, k):  # type: ignore[no-untyped-def]
     """Of a quantised row: whole vectors."""
     numba.literally(name)
@@ -83,7 +80,8 @@ def _vector_bytes(name, k):  # type: ignore[no-untyped-def]
 def row_bytes(name, k):  # type: ignore[no-untyped-def]
     """From one quantised row to the next."""
     numba.literally(name)
-    return skewed(_vector_bytes(name, k))
+    num_bytes = _vector_bytes(name, k)
+    return num_bytes + SKEW if format_number(name, "signs") and num_bytes % 4096 == 0 else num_bytes
 
 
 @numba.njit
