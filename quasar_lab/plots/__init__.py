@@ -42,27 +42,25 @@ def look_of_methods(methods: list[str]) -> dict[str, tuple[tuple[float, float, f
 
 
 def plot_speed(rows: pd.DataFrame, summary: pd.DataFrame) -> Figure:
-    """Tokens per second: a dot a generation, a bar at the median of each method."""
+    """Tokens per second: a dot a generation of `rows`, a bar at each method's in `summary`."""
     methods = list(summary.index)
     with style():
         figure, axes = _figure(8.0, 0.75 * len(methods) + 1.1)
         for y, method in enumerate(methods):
             color, marker = look_of_methods(methods)[method]
             values = rows.loc[rows["method"] == method, "tokens_per_second"]
-            median = values.median()
-            axes.barh(
-                y, median, color=color, alpha=0.35, height=0.6, edgecolor="0.3", linewidth=0.6
-            )
+            speed = summary.loc[method, "tokens_per_second"]
+            axes.barh(y, speed, color=color, alpha=0.35, height=0.6, edgecolor="0.3", linewidth=0.6)
             axes.scatter(
                 values, np.full(len(values), y), color=color, marker=marker, s=22, zorder=3
             )
             axes.annotate(
-                f" {median:.0f}", (0, y + 0.29), va="bottom", fontsize=12, fontweight="bold"
+                f" {speed:.0f}", (0, y + 0.29), va="bottom", fontsize=12, fontweight="bold"
             )
         axes.set_yticks(range(len(methods)), summary["label"])
         axes.set_ylim(len(methods) - 0.5, -0.5)
         axes.set_xlim(0, None)
-        axes.set_xlabel("tokens per second (a dot a generation, bar and number: median)")
+        axes.set_xlabel("tokens per second\n(dots: generations; bar and number: median)")
     return figure
 
 
