@@ -36,9 +36,9 @@ class InstructionSet:
     """How one processor family multiplies.
 
     features: what the CPU must have; step: weights per vector; lanes: int32 sums per vector;
-    max_rows: the tallest tile whose 4 sums a row and operands fit the vector registers; widens:
-    the activations are passed as int16 (else as int8); signs: tiles are one column wide
-    (signs_tile.py), else four.
+    max_rows: the tallest tile whose sums and operands fit the vector registers; widens: the
+    activations are passed as int16 (else as int8); signs: multiplied by signs_tile.py, a tile of
+    one column, else by linear_tile.py, of four.
     """
 
     name: str

@@ -38,8 +38,8 @@ _FOUR_FLOATS = ir.VectorType(F32, 4)
 class TileFormat:
     """How numbers are multiplied on one kind of processor.
 
-    step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose 4 sums a
-    row and operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
+    step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose sums and
+    operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
     weight_bytes, input_bytes: of one number (2 for bfloat16 weights); int8: None for floats;
     scaled: INT8 sums come out as float32, times their scales (else as they are, int32).
     """
