@@ -97,8 +97,8 @@ def float_activations_(quantized: nn.Module) -> nn.Module:
 
 
 def decoder_logits(model: nn.Module, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """`next_token_logits` by the lean decoder: float32 between bfloat16 weights, where transformers
-    would round to bfloat16 after every operation."""
+    """`next_token_logits` by the lean decoder: float32 between what is stored in bfloat16 (weights,
+    KV cache, rotary tables), where transformers would round after every operation."""
     decoder = FastDecoder.from_model(model)
     return decoder.forward(ids[:-1], len(ids) - start)
 

@@ -1,8 +1,8 @@
 """The methods that a benchmark compares: who verifies, and who drafts.
 
 The four cells of the comparison are {full precision, INT8} x {plain, n-gram}: Quasar is the last
-one. The others change one thing about Quasar: the drafter, the length of the draft, who has the
-last word, or what is rounded. All are measured in one run and counted identically, so that a gain
+one. The others change one thing: the drafter, the length of the draft, who has the last word, or
+what is rounded, and to what. All are measured in one run and counted identically, so that a gain
 can be split into what a longer acceptance length gives and what a cheaper verify step gives.
 """
 
@@ -24,8 +24,8 @@ from quasar_lab.structure import as_module
 from quasar_lab.targets import Target
 
 # FULL is the model as loaded. INT8 rounds its layers and leaves the rest as it is: embeddings,
-# norms, KV cache and, as Quasar does, the output layer. In INT8_BF16 that rest is bfloat16, as the
-# paper's is; in INT8_HEAD the output layer is INT8 too. BF16: all weights bfloat16.
+# norms, KV cache and, as Quasar does, the output layer. In INT8_BF16 that rest is bfloat16, as in
+# the paper; in INT8_HEAD the output layer is INT8 too. BF16: all weights bfloat16.
 FULL, INT8, INT8_HEAD = "full", "int8", "int8_head"
 BF16, INT8_BF16 = "bf16", "int8_bf16"
 

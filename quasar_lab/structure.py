@@ -32,7 +32,7 @@ def in_bfloat16(model: nn.Module) -> nn.Module:
     """A copy of a full-precision model with bfloat16 parameters; tied ones stay tied.
 
     Buffers stay as they are: `model.bfloat16()` rounds the rotary frequencies as well, and a
-    position times an error of 0.4 % is another position.
+    position times an error of 0.4 % is another position. (Their cosines may be rounded.)
     """
     return copy.deepcopy(
         model,  # deepcopy takes from its memo what it would have to copy

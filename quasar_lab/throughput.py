@@ -4,6 +4,7 @@
 texts: a method must write what its own target writes plainly, token for token.
 """
 
+import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,12 +22,16 @@ from quasar_lab.peers.gguf_file import write_q8_0
 from quasar_lab.progress import say
 from quasar_lab.summary import common_prefix, label_of
 
-# What the engine is built to reach: (method, over which of these, at least so many times as fast).
-TARGETS = (
+# What is compared: (method, over the fastest of these, what the engine is built to reach or None).
+COMPARISONS = (
     ("quasar", ("transformers",), 8.0),
+    ("quasar", ("llama_cpp", "llama_cpp_lookup"), 1.2),
+    ("int8", ("llama_cpp",), None),
     ("quasar", ("ngram",), 2.0),
     ("quasar_bf16", ("ngram",), 2.0),
-    ("quasar", ("llama_cpp", "llama_cpp_lookup"), 1.2),
+    ("quasar_head", ("ngram",), 2.0),
+    ("ngram_bf16", ("ngram",), None),
+    ("quasar_bf16", ("ngram_bf16",), None),
 )
 
 
@@ -82,11 +87,12 @@ def throughput_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     Columns: label; tokens_per_second: the median over generations of each kind of task, and of
     these the median over the kinds; low, high: the slowest and the fastest kind;
-    answer_seconds: prompt and answer together, median; L; times_baseline.
+    answer_seconds: prompt and answer together, median; L; times_baseline; pooled: all tokens over
+    all seconds.
     """
     by_task = rows.groupby(["method", "task"])["tokens_per_second"].median().unstack()
     whole = (rows["prefill_seconds"] + rows["decode_seconds"]).groupby(rows["method"]).median()
-    totals = rows.groupby("method")[["new_tokens", "steps"]].sum()
+    totals = rows.groupby("method")[["new_tokens", "steps", "decode_seconds"]].sum()
     speed = by_task.median(axis=1)
     return pd.DataFrame(
         {
@@ -97,6 +103,7 @@ def throughput_table(rows: pd.DataFrame) -> pd.DataFrame:
             "answer_seconds": whole,
             "L": totals["new_tokens"] / totals["steps"].where(totals["steps"] > 0),
             "times_baseline": speed / speed[BASELINE],
+            "pooled": totals["new_tokens"] / totals["decode_seconds"],
         }
     ).sort_values("tokens_per_second", ascending=False)
 
@@ -128,19 +135,28 @@ def text_check(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame.from_dict(found, orient="index")
 
 
-def targets_reached(table: pd.DataFrame) -> list[str]:
-    """A line for each target: what was aimed at, what was measured."""
+def comparisons(table: pd.DataFrame) -> list[str]:
+    """A line for each of `COMPARISONS`, from `throughput_table`.
+
+    The ratio of the table's speeds, and that of all tokens over all seconds with its two terms,
+    tokens a step and time of a step; then what was aimed at.
+    """
     lines = []
-    for method, others, factor in TARGETS:
+    for method, others, factor in COMPARISONS:
         there = [name for name in others if name in table.index]
         if method not in table.index or not there:
             lines.append(f"{label_of(method)} over {label_of(others[0])}: not measured")
             continue
         best = max(there, key=lambda name: table.loc[name, "tokens_per_second"])
-        ratio = table.loc[method, "tokens_per_second"] / table.loc[best, "tokens_per_second"]
-        verdict = "reached" if ratio >= factor else "missed"
-        lines.append(
-            f"{label_of(method)} over {label_of(best)}: {ratio:.2f}x, at least {factor:g}x wanted: "
-            f"{verdict}"
+        columns = ["tokens_per_second", "pooled", "L"]
+        ratio, pooled, length = (table.loc[method, columns] / table.loc[best, columns]).astype(
+            float
         )
+        line = f"{label_of(method)} over {label_of(best)}: {ratio:.2f}x; in all {pooled:.2f}x"
+        if not math.isnan(length):
+            line += f" = L {length:.2f} x step {pooled / length:.2f}"
+        if factor is not None:
+            verdict = "reached" if ratio >= factor else "missed"
+            line += f"; at least {factor:g}x wanted: {verdict}"
+        lines.append(line)
     return lines

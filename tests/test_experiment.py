@@ -1,6 +1,7 @@
 """`quasar-lab bench`: one file that survives a kill, shards that fit together or are refused."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from quasar_lab import UserError, cli
 from quasar_lab.experiment import ExperimentSettings, Shard, model_hash, run_experiment
 from quasar_lab.merging import merge_results
-from quasar_lab.methods import DraftSettings
+from quasar_lab.methods import METHODS, DraftSettings
 from quasar_lab.results import read_results
 
 KEYS = ["model", "task", "question_id", "turn", "temperature", "seed", "method", "num_draft_tokens"]
@@ -250,3 +251,14 @@ def test_wrong_input_is_one_line_and_exit_code_2(
         code = stop.code
     error = capsys.readouterr().err.strip()
     assert code == 2 and message in error and "\n" not in error
+
+
+def test_the_help_names_every_method(capsys) -> None:
+    """It is written out, for the parser is made before anything heavy is imported."""
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    for name in METHODS:
+        whole, _, percent = name.rpartition("_")
+        named = name in words or (f"{whole}_90" in words and f"_{percent}" in words)
+        assert named, name

@@ -14,7 +14,7 @@ from quasar_lab import peers as peers_module
 from quasar_lab.methods import DraftSettings
 from quasar_lab.peers import PEERS, PeerProcess, UnavailableError, checked_peers
 from quasar_lab.peers.gguf_file import gguf_name, write_q8_0
-from quasar_lab.throughput import running_peers, targets_reached, text_check, throughput_table
+from quasar_lab.throughput import comparisons, running_peers, text_check, throughput_table
 
 GREEDY = SamplingConfig()
 TASKS = {"code": [Prompt(1, "code", ("x = x + 1; x = x +",))]}
@@ -126,16 +126,22 @@ def test_the_text_check_finds_a_wrong_token() -> None:
     )
 
 
-def test_targets_say_what_was_reached_and_what_was_not_measured() -> None:
-    speeds = {"quasar": 100.0, "ngram": 60.0, "transformers": 10.0}
-    table = pd.DataFrame({"tokens_per_second": speeds})
-    lines = targets_reached(table)
-    assert [line.rsplit(": ", 1)[1] for line in lines] == [
-        "reached",
-        "missed",
-        "not measured",
-        "not measured",
-    ]
+def test_comparisons_say_what_was_reached_and_split_the_gain() -> None:
+    """In all 240 / 100 tokens a second: 1.2 from longer steps, 2 from cheaper ones."""
+    table = pd.DataFrame(
+        {
+            "tokens_per_second": {"quasar": 100.0, "ngram": 60.0, "transformers": 10.0},
+            "pooled": {"quasar": 240.0, "ngram": 100.0, "transformers": 12.0},
+            "L": {"quasar": 1.8, "ngram": 1.5, "transformers": np.nan},
+        }
+    )
+    lines = dict(line.split(": ", 1) for line in comparisons(table))
+    quasar = "n-gram, INT8 (Quasar) over "
+    assert lines[quasar + "transformers"] == "10.00x; in all 20.00x; at least 8x wanted: reached"
+    assert lines[quasar + "n-gram"] == (
+        "1.67x; in all 2.40x = L 1.20 x step 2.00; at least 2x wanted: missed"
+    )
+    assert lines["n-gram, INT8 + bf16 over n-gram, bf16"] == "not measured"
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_untied", "qwen2", "qwen3"])

@@ -22,7 +22,10 @@ def add(commands: Any) -> None:
     bench.add_argument("--models", type=names, metavar="NAMES",
                        help="presets, Hub ids or folders (default: smollm2-135m)")  # fmt: skip
     bench.add_argument("--methods", type=names, metavar="NAMES",
-                       help="default: plain,ngram,int8,quasar; plain always runs")  # fmt: skip
+                       help="default: plain,ngram,int8,quasar; plain always runs; others: suffix, "
+                       "layer_skip, adaptive, lossless; int8_head and quasar_head; bf16, "
+                       "ngram_bf16, int8_bf16, quasar_bf16; pruned_verifier_90, _75, _50, "
+                       "pruned_drafter_90, _75, _50")  # fmt: skip
     bench.add_argument("--tasks", type=names, metavar="NAMES",
                        help="of mt_bench, humaneval, gsm8k, alpaca, cnn_dm "
                        "(default: all)")  # fmt: skip

@@ -2,10 +2,11 @@
 
 AVX2 multiplies bytes only if one of them is unsigned (`vpmaddubsw`: 32 products, added in pairs
 into int16). So the sign of a weight is handed to its inputs: |w| is the unsigned operand, and where
-w < 0 all bits of a are turned, which makes it -a - 1. A true -a would take `vpsignb`, which waits
-for the multipliers; the exclusive or does not. Then
+w < 0 all bits of a are flipped, which makes it -a - 1. A true -a would not fit for a = -128, and
+`vpsignb`, which makes it, competes with the multiplications on some processors; an exclusive or
+with -1 does not. Then
 
-    sum |w| (a ^ (w < 0)) = sum w a - sum of |w| over w < 0,
+    sum |w| (w < 0 ? ~a : a) = sum w a - sum of |w| over w < 0,
 
 and the last sum, the same for all inputs, is counted along with them. Two products are at most
 2 * 128 * 127 and at least -2 * 128 * 128 = -32768: no int8 weight or input overflows an int16.
@@ -82,8 +83,8 @@ class SignsTile(Tile):
         totals.append(ir.Constant(ir.VectorType(I16, step // 2), None))
         totals = self.loop(self.builder.ashr(steps, constant(1)), totals, line)
         totals = self.loop(self.builder.and_(steps, constant(1)), totals, rest)
-        turned = self.add_pairs(totals.pop())
-        return [self.builder.sub(total, turned) for total in totals]
+        short = self.add_pairs(totals.pop())
+        return [self.builder.sub(total, short) for total in totals]
 
     def beginnings(self, base: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
         """The addresses of so many rows, each in a register of its own: LLVM would compute each
