@@ -11,6 +11,7 @@ median what it did. The target: at most 4 ms of overhead for six tokens.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ import torch
 from quasar_lab import QuantizationConfig, load, quantize
 from quasar_lab.decoder import FastDecoder
 from quasar_lab.decoder_weights import Matrix
+from quasar_lab.errors import UserError
 from quasar_lab.structure import in_bfloat16
 
+ENGINES = ["fused", "torch"]
 PRECISIONS = ["float32", "bfloat16", "W8A8", "W8A8 bf16", "W8A8 head"]
 
 
@@ -60,12 +63,20 @@ def milliseconds(decoder: FastDecoder, tokens: int) -> float:
     return passed
 
 
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 6, 8])
-    parser.add_argument("--context", type=int, default=200, help="tokens in the cache (200)")
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--engines", nargs="+", default=["fused", "torch"])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 4, 6, 8])
+    parser.add_argument("--context", type=positive, default=200, help="tokens in the cache (200)")
+    parser.add_argument("--repeats", type=positive, default=60)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     arguments = parser.parse_args()
 
@@ -97,4 +108,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"decoder_overhead: error: {error}", file=sys.stderr)
+        sys.exit(2)

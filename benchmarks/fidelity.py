@@ -14,6 +14,7 @@ reports/fidelity.json and reports/fidelity.md.
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import nn
 from quasar_lab import NGramDrafter, QuantizationConfig, UserError, calibrate, load, quantize
 from quasar_lab.architectures import GROUP_KINDS
 from quasar_lab.benchmark import calibration_batches
-from quasar_lab.decoder import FastDecoder
+from quasar_lab.engines import build_target
 from quasar_lab.fidelity import compare_logits
 from quasar_lab.fidelity_runs import (
     Text,
@@ -96,11 +97,10 @@ def float_activations_(quantized: nn.Module) -> nn.Module:
     return quantized
 
 
-def decoder_logits(model: nn.Module, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """`next_token_logits` by the lean decoder: float32 between what is stored in bfloat16 (weights,
-    KV cache, rotary tables), where transformers would round after every operation."""
-    decoder = FastDecoder.from_model(model)
-    return decoder.forward(ids[:-1], len(ids) - start)
+def engine_logits(model: nn.Module, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """`next_token_logits` by the lean decoder, if it knows the model: float32 between what is in
+    bfloat16 (weights, KV cache, rotary tables), where transformers rounds every operation."""
+    return build_target(model).forward(ids[:-1], num_logits=len(ids) - start)
 
 
 def reference_texts(
@@ -199,7 +199,7 @@ def main() -> None:
         if name == WEIGHTS_ALONE:
             float_activations_(quantized)
         frames = []
-        logits = decoder_logits if in_half else next_token_logits
+        logits = engine_logits if in_half else next_token_logits
         for index, (ids, first) in enumerate(contexts):
             table = compare_logits(expected[index], logits(quantized, ids, first))
             frames.append(table.assign(text=index, label=texts[index].label))
@@ -234,4 +234,5 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"fidelity: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -6,6 +6,9 @@ from quasar_lab.decoder import FastDecoder
 from quasar_lab.errors import UserError
 from quasar_lab.targets import HuggingFaceTarget, Target
 
+# What reports call the lean decoder.
+LEAN = "quasar-lab decoder"
+
 ENGINES = ("auto", "decoder", "transformers")
 
 
@@ -29,5 +32,5 @@ def build_target(model: Any, *, max_length: int | None = None, engine: str = "au
 
 def engine_name(target: object) -> str:
     """What a report calls the engine."""
-    names = {FastDecoder: "quasar-lab decoder", HuggingFaceTarget: "transformers"}
+    names = {FastDecoder: LEAN, HuggingFaceTarget: "transformers"}
     return names.get(type(target), type(target).__name__)

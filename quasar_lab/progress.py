@@ -16,7 +16,8 @@ def say(line: str) -> None:
 def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    # Colab's shell is one of a class of its own, made from this one
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
 
 
 def someone_watches() -> bool:

@@ -121,6 +121,9 @@ def quantize(
     if budget_kl is not None:
         budget_kl = check_number("budget_kl", budget_kl)
     linears = linear_layers(model)
+    for name, module in model.named_modules():
+        if isinstance(module, W8A8Linear):
+            raise UserError(f"{name} is quantised already: pass the full-precision model")
     if not linears:
         raise UserError(f"a {type(model).__name__} has no linears to quantise")
     _check_finite(model)

@@ -37,7 +37,7 @@ def in_bfloat16(model: nn.Module) -> nn.Module:
     return copy.deepcopy(
         model,  # deepcopy takes from its memo what it would have to copy
         {
-            id(own): nn.Parameter(own.detach().to(torch.bfloat16), requires_grad=own.requires_grad)
+            id(own): nn.Parameter(own.detach().to(torch.bfloat16, copy=True), own.requires_grad)
             for own in model.parameters()
         },
     )

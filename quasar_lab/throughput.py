@@ -14,8 +14,9 @@ from typing import Any
 import pandas as pd
 import torch
 
+from quasar_lab.engines import LEAN
 from quasar_lab.errors import UserError
-from quasar_lab.loading import LanguageModel, fetch
+from quasar_lab.loading import LanguageModel
 from quasar_lab.methods import BASELINE, FULL, METHODS, DraftSettings
 from quasar_lab.peers import PeerProcess, UnavailableError, checked_peers
 from quasar_lab.peers.gguf_file import write_q8_0
@@ -54,7 +55,7 @@ def running_peers(
     skipped: dict[str, str] = {}
     eos = model.model.generation_config.eos_token_id
     setup: dict[str, Any] = {
-        "model": str(fetch(model.name)),
+        "model": model.model.name_or_path,  # the folder that it was loaded from
         "dtype": str(model.model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "draft_tokens": draft.num_draft_tokens,
@@ -112,8 +113,10 @@ def text_check(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a method: the method whose text it must write, or for a peer: the plain one's.
 
     Columns: reference; same: generations that are token for token the reference's; of: all of them;
-    prefix: the share of the reference's tokens before the first difference. Peers round otherwise
-    and may differ.
+    prefix: the share of the reference's tokens before the first difference; must: of all of them
+    the lean decoder is the engine, where a token's logits do not depend on those beside it. In
+    transformers the last bits do, so that in bfloat16 above all a text may change at a near-tie.
+    Peers round otherwise as well.
     """
     keys = ["task", "question_id", "turn"]
     texts = {name: group.set_index(keys)["tokens"] for name, group in rows.groupby("method")}
@@ -131,6 +134,7 @@ def text_check(rows: pd.DataFrame) -> pd.DataFrame:
             "same": sum(a == b for a, b in pairs),
             "of": len(pairs),
             "prefix": sum(common_prefix(a, b) for a, b in pairs) / sum(len(b) for _, b in pairs),
+            "must": bool((rows.loc[rows["method"] == name, "engine"] == LEAN).all()),
         }
     return pd.DataFrame.from_dict(found, orient="index")
 

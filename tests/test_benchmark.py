@@ -22,6 +22,7 @@ from quasar_lab.methods import (
     DraftSettings,
 )
 from quasar_lab.quantized_linear import W8A8Linear
+from quasar_lab.structure import in_bfloat16
 
 TASKS = {
     "chat": [Prompt(1, "chat", ("one two one two", "and again")), Prompt(2, "chat", ("abcabc",))],
@@ -93,6 +94,14 @@ def test_the_precisions_are_what_their_names_say(tiny_language_model) -> None:
     logits = {name: build_target(model).forward(torch.arange(9)) for name, model in models.items()}
     distance = {name: (each - logits[FULL]).abs().mean() for name, each in logits.items()}
     assert 0 < distance[BF16] < distance[INT8]  # 8 bits for each number, not 7 for a row's largest
+
+
+def test_the_bfloat16_model_is_a_copy(tiny_language_model) -> None:
+    """Of a model that is bfloat16 already, too."""
+    half = in_bfloat16(tiny_language_model.model)
+    again = in_bfloat16(half)
+    own = {parameter.data_ptr() for parameter in half.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in again.parameters()}
 
 
 def test_the_four_cells_are_what_runs_by_default(tiny_language_model) -> None:

@@ -220,6 +220,30 @@ def test_two_processes_at_once_give_right_results(tmp_path) -> None:  # type: ig
     assert [process.wait(timeout=240) for process in both] == [0, 0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="protects a page of memory as Linux does")
+def test_nothing_is_read_far_behind_the_weights() -> None:
+    """Rows shorter than half a vector: the last of several would be read from the next page, which
+    need not exist (a file mapped into memory)."""
+    script = (
+        "import ctypes, mmap, sys, torch\n"
+        "from quasar_lab.int8_gemm import cpu\n"
+        "memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)\n"
+        "start = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
+        "page = mmap.PAGESIZE\n"
+        "protect = ctypes.CDLL(None).mprotect\n"
+        "assert protect(ctypes.c_void_p(start + page), ctypes.c_size_t(page), 0) == 0\n"
+        "bytes = torch.frombuffer(memory, dtype=torch.int8, count=page)\n"
+        "bytes.random_(-128, 128)\n"
+        "for isa in sys.argv[1:]:\n"
+        "    for k in (1, 5, 8, 15, 16, 17, 31, 33, 63, 65):\n"
+        "        w = bytes[-5 * k :].view(5, k)\n"
+        "        a = torch.randint(-128, 128, (3, k), dtype=torch.int8)\n"
+        "        found = cpu.int8_matmul(a, w, instruction_set=isa)\n"
+        "        assert torch.equal(found, (a.long() @ w.long().T).int()), (isa, k)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, *ISAS], check=True, timeout=240)
+
+
 @pytest.mark.skipif("avx2" not in ISAS, reason="this processor has no AVX2")
 def test_numba_may_be_told_of_an_older_processor() -> None:
     """NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, set to share a cache or to see what a machine without

@@ -369,6 +369,13 @@ def test_a_model_without_linears():
         quantize("smollm2-135m")
 
 
+def test_a_quantised_model_is_not_quantised_again() -> None:
+    """Its layers would have been passed over in silence, and the smoothing failed on them."""
+    once = quantize(tiny_model("llama"), config=QuantizationConfig(smoothing="none"))
+    with pytest.raises(UserError, match=r"layers\.0\..* is quantised already: pass the full"):
+        quantize(once)
+
+
 def most_held(make: Callable[[], nn.Module]) -> tuple[int, nn.Module]:
     """The most bytes of tensors at any time while `make` runs, and what it returns."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -84,7 +84,9 @@ def _run(
     workspace = torch.empty(vectors + 2 * numbers + padded, dtype=torch.uint8)
     scratch = workspace.data_ptr()
     last_weights = 0
-    if padded > k:  # the tile reads whole vectors: past the end of the last row
+    if 2 * k < step:  # the tile reads whole vectors: past the end of several rows
+        weight = torch.cat([weight.flatten(), weight.new_zeros(step)])
+    elif padded > k:  # past the end of the last row
         workspace[-padded : k - padded].view(torch.int8).copy_(weight[-1])
         last_weights = scratch + vectors + 2 * numbers
     openmp.run(
