@@ -50,25 +50,27 @@ def test_greedy_speculative_equals_greedy_plain_on_every_prompt(
     assert drafted > 0
 
 
-@pytest.mark.parametrize("task", list(TASKS))
 def test_lossless_greedy_is_the_full_precision_text_on_every_prompt(
-    real_model, targets, plain, task: str
+    real_model, targets, plain
 ) -> None:
     """INT8 verifies the drafts, full precision confirms: its own text, token for token. The step's
     rows are bits that do not depend on the rows beside them, so not even a near-tie may differ."""
     drafter, overruled = DraftSettings().ngram_drafter(), 0
-    for prompt in load_task(task):
-        ids = real_model.encode_chat(conversation(prompt))
-        lossless = generate(
-            targets["int8"],
-            ids,
-            drafter=drafter,
-            confirm_with=targets["full"],
-            max_new_tokens=NEW_TOKENS,
-        )
-        assert lossless.tokens == plain("full", tuple(ids.tolist())), prompt.question_id
-        overruled += lossless.overruled
-    assert overruled > 0  # else the second tier was not needed, and nothing was shown
+    for task in TASKS:
+        for prompt in load_task(task):
+            ids = real_model.encode_chat(conversation(prompt))
+            lossless = generate(
+                targets["int8"],
+                ids,
+                drafter=drafter,
+                confirm_with=targets["full"],
+                max_new_tokens=NEW_TOKENS,
+            )
+            assert lossless.tokens == plain("full", tuple(ids.tolist())), prompt.question_id
+            overruled += lossless.overruled
+    # else the second tier was not needed, and nothing was shown; on one kind of text alone the two
+    # models may agree, and the last bits of a calibration decide
+    assert overruled > 0
 
 
 def test_the_lean_decoder_runs_the_default_model(targets) -> None:
