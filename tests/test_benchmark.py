@@ -96,6 +96,11 @@ def test_the_precisions_are_what_their_names_say(tiny_language_model) -> None:
     assert 0 < distance[BF16] < distance[INT8]  # 8 bits for each number, not 7 for a row's largest
 
 
+def test_only_the_wanted_verifiers_are_kept(tiny_language_model) -> None:
+    """Of a large model, one more that nobody runs may be what does not fit."""
+    assert list(verifiers(tiny_language_model, [INT8_BF16])) == [INT8_BF16]
+
+
 def test_the_bfloat16_model_is_a_copy(tiny_language_model) -> None:
     """Of a model that is bfloat16 already, too."""
     half = in_bfloat16(tiny_language_model.model)
