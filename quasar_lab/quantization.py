@@ -6,7 +6,6 @@ computed on the fly (algorithms: section 5). `quantize` smooths, folds and round
 the other, and never holds more than the result plus one layer.
 """
 
-import copy
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,14 @@ from quasar_lab.mixed_precision import meet_budget
 from quasar_lab.quantization_report import QuantizationRecord, quantization_report, report_table
 from quasar_lab.quantized_linear import W8A8Linear
 from quasar_lab.smoothing_plan import choose_scales
-from quasar_lab.structure import as_module, linear_layers, matches, parameter, weight_matrix
+from quasar_lab.structure import (
+    as_module,
+    copy_with,
+    linear_layers,
+    matches,
+    parameter,
+    weight_matrix,
+)
 
 __all__ = ["QuantizationConfig", "W8A8Linear", "quantization_report", "quantize"]
 
@@ -143,7 +149,7 @@ def quantize(
         fold.add(model, scale)
         smoothing_of.update(dict.fromkeys(scale.group.readers, scale.method))
 
-    quantized = _copy_with(
+    quantized = copy_with(
         model,
         {
             module: _quantize_linear(name, module, fold, smoothing_of.get(name, "none"), config)
@@ -163,12 +169,6 @@ def quantize(
             evaluation = getattr(stats, "sequences", ())
         meet_budget(model, quantized, budget_kl, list(evaluation))
     return quantized
-
-
-def _copy_with(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A copy of the model with these modules in place of its own, which are not copied first."""
-    # deepcopy takes from its memo what it would have to copy, and adds to it what keeps it alive
-    return copy.deepcopy(model, {id(own): new for own, new in replacements.items()})
 
 
 def _quantize_linear(

@@ -1,7 +1,9 @@
 """Find one's way in a Hugging Face model: its linears, their weights and its decoder layers."""
 
 import copy
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -34,13 +36,20 @@ def in_bfloat16(model: nn.Module) -> nn.Module:
     Buffers stay as they are: `model.bfloat16()` rounds the rotary frequencies as well, and a
     position times an error of 0.4 % is another position. (Their cosines may be rounded.)
     """
-    return copy.deepcopy(
-        model,  # deepcopy takes from its memo what it would have to copy
+    return copy_with(
+        model,
         {
-            id(own): nn.Parameter(own.detach().to(torch.bfloat16, copy=True), own.requires_grad)
+            own: nn.Parameter(own.detach().to(torch.bfloat16, copy=True), own.requires_grad)
             for own in model.parameters()
         },
     )
+
+
+def copy_with(model: nn.Module, replacements: Mapping[Any, Any]) -> nn.Module:
+    """A copy of the model with these modules or parameters in place of its own, which are not
+    copied first."""
+    # deepcopy takes from its memo what it would have to copy, and adds to it what keeps it alive
+    return copy.deepcopy(model, {id(own): new for own, new in replacements.items()})
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
