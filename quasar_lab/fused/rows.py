@@ -1,7 +1,7 @@
 """The decoder's arithmetic on rows of float32 numbers, compiled: one thread's share of each stage.
 
 Everything takes addresses (int64) or pointers, writes into given memory and allocates nothing.
-Only sums may be reordered by the compiler (`_SUMS`); a NaN stays a NaN.
+Sums have a fixed order (row_sum.py); a NaN stays a NaN.
 """
 
 import numba
@@ -11,9 +11,9 @@ from numba import types
 from quasar_lab.tiles.linear import add_bias, pointer, share
 from quasar_lab.tiles.linear_tile import COLUMNS, format_number, linear_tile
 from quasar_lab.tiles.mix_tile import VECTORS, mix_tile
+from quasar_lab.tiles.row_sum import row_sum, row_sum_of_squares
 
 _f32 = types.float32
-_SUMS = {"reassoc", "contract", "nsz"}
 
 _LOG2_E = np.float32(1.4426950408889634)
 # ln 2 in two parts, so that n * ln 2 is exact in float32 for every exponent n
@@ -36,12 +36,10 @@ def exponential(x):  # type: ignore[no-untyped-def]
     return (_ONE + (r + r * r * series)) * power
 
 
-@numba.njit(fastmath=_SUMS, error_model="numpy")
+@numba.njit(error_model="numpy")
 def normalise(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
     """RMSNorm of one row: out = x / sqrt(mean(x²) + eps) * weight."""
-    total = np.float32(0)
-    for i in range(n):
-        total += x[i] * x[i]
+    total = row_sum_of_squares(x, 0, n)
     scale = _ONE / np.sqrt(np.float32(total / np.float32(n)) + eps)
     for i in range(n):
         out[i] = weight[i] * (x[i] * scale)
@@ -64,17 +62,22 @@ def swiglu(gate, up, out, n):  # type: ignore[no-untyped-def]
         out[i] = gate[i] / (_ONE + exponential(-gate[i])) * up[i]
 
 
-@numba.njit(fastmath=_SUMS)
-def exponentials(scores, first, last):  # type: ignore[no-untyped-def]
-    """scores -> exp(scores - largest) between first and last, in place; their sum."""
+# a maximum is the same in every order; without these flags it is not vectorised
+@numba.njit(fastmath={"reassoc", "nsz"})
+def _largest(scores, first, last):  # type: ignore[no-untyped-def]
     largest = scores[first]
     for i in range(first, last):
         largest = scores[i] if scores[i] > largest else largest
-    total = np.float32(0)
+    return largest
+
+
+@numba.njit(fastmath=False)
+def exponentials(scores, first, last):  # type: ignore[no-untyped-def]
+    """scores -> exp(scores - largest) between first and last, in place; their sum."""
+    largest = _largest(scores, first, last)
     for i in range(first, last):
         scores[i] = exponential(scores[i] - largest)
-        total += scores[i]
-    return total
+    return row_sum(scores, first, last)
 
 
 @numba.njit

@@ -2,7 +2,7 @@
 
 `instruction_sets`: how processors multiply INT8; `emitter`: shorthand for vector code;
 `linear_tile`, `mix_tile`: a few rows times a few columns; `signs_tile`: the INT8 one of AVX2;
-`linear`: a whole W8A8 linear.
+`row_sum`: a sum in a fixed order; `linear`: a whole W8A8 linear.
 """
 
 import functools
