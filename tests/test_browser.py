@@ -18,9 +18,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.real_model, pytest.mark.timeout(6
 SCREENSHOTS = jupyter_lab.ROOT / "reports" / "browser"
 SECOND = 1000  # playwright counts milliseconds
 PATIENCE = 300 * SECOND  # for a notebook on a busy machine; nothing waits longer than it must
-_KERNEL_IS_IDLE = """() => {
-    const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
-    return kernel?.status === 'idle';
+_KERNEL_IS_IDLE = """name => {
+    const current = window.jupyterapp?.shell.currentWidget;
+    return current?.context?.path?.endsWith(name)
+        && current.sessionContext?.session?.kernel?.status === 'idle';
 }"""
 _ALL_CELLS_RAN = """() => window.jupyterapp.shell.currentWidget.content.widgets
     .filter(cell => cell.model.type === 'code')
@@ -64,9 +65,14 @@ def page(browser, lab) -> Iterator:
 
 
 def open_notebook(page, lab: tuple[str, str], stem: str) -> None:
+    """In a clean workspace: JupyterLab would open what the page before had open, and run that."""
     address, token = lab
-    page.goto(f"{address}/lab/tree/notebooks/{stem}.ipynb?token={token}")
-    page.wait_for_function(_KERNEL_IS_IDLE)
+    page.goto(f"{address}/lab/tree/notebooks/{stem}.ipynb?token={token}&reset")
+    wait_for_kernel(page, stem)
+
+
+def wait_for_kernel(page, stem: str) -> None:
+    page.wait_for_function(_KERNEL_IS_IDLE, arg=f"{stem}.ipynb")
 
 
 def run_all(page) -> None:
@@ -103,8 +109,7 @@ def test_from_the_start_page_to_a_moved_slider(page, lab) -> None:
     open_notebook(page, lab, "start")
     keep_screenshot(page, "start")
     page.get_by_role("link", name="Outliers and smoothing").click()
-    page.locator(".jp-mod-current", has_text="02_outliers").first.wait_for()
-    page.wait_for_function(_KERNEL_IS_IDLE)
+    wait_for_kernel(page, "02_outliers_and_smoothing")
     run_all(page)
     surface = page.locator(".js-plotly-plot").first  # plotly comes from this machine as well
     surface.scroll_into_view_if_needed()
