@@ -141,7 +141,7 @@ def reference_texts(
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The table for the README."""
+    """The table of docs/measurements.md."""
     lines = [
         "| recipe | mean KL (95 % interval) | mean TV | top-1 | full-precision linears |",
         "|---|---|---|---|---|",

@@ -36,6 +36,7 @@ DOCUMENTS = {
     "own_model": "Your own model",
     "teaching": "Teaching with it",
     "glossary": "Glossary",
+    "measurements": "Measurements",
     "limits": "Limits",
     "in_the_cloud": "Without installing",
 }
