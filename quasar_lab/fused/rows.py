@@ -11,7 +11,7 @@ from numba import types
 from quasar_lab.tiles.linear import add_bias, pointer, share
 from quasar_lab.tiles.linear_tile import COLUMNS, format_number, linear_tile
 from quasar_lab.tiles.mix_tile import VECTORS, mix_tile
-from quasar_lab.tiles.row_sum import row_sum, row_sum_of_squares
+from quasar_lab.tiles.row_sum import row_sum
 
 _f32 = types.float32
 
@@ -22,8 +22,7 @@ _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720, 
 _ONE, _LOWEST, _HIGHEST = np.float32(1), np.float32(-87), np.float32(88)
 
 
-# fastmath is said here because a function inherits it from the first caller that compiles it
-@numba.njit(fastmath=False)
+@numba.njit
 def exponential(x):  # type: ignore[no-untyped-def]
     """exp(x) within a unit of the last place, in operations that vectorise; x clamped to
     [-87, 88]: 2^n exp(r) with |r| <= ln(2) / 2, where eight terms of the series suffice."""
@@ -39,7 +38,7 @@ def exponential(x):  # type: ignore[no-untyped-def]
 @numba.njit(error_model="numpy")
 def normalise(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
     """RMSNorm of one row: out = x / sqrt(mean(x²) + eps) * weight."""
-    total = row_sum_of_squares(x, 0, n)
+    total = row_sum(x, 0, n, True)
     scale = _ONE / np.sqrt(np.float32(total / np.float32(n)) + eps)
     for i in range(n):
         out[i] = weight[i] * (x[i] * scale)
@@ -62,7 +61,8 @@ def swiglu(gate, up, out, n):  # type: ignore[no-untyped-def]
         out[i] = gate[i] / (_ONE + exponential(-gate[i])) * up[i]
 
 
-# a maximum is the same in every order; without these flags it is not vectorised
+# A maximum is the same in every order; without these flags it is not vectorised. It calls nothing:
+# what is compiled for a caller with fast maths inherits that.
 @numba.njit(fastmath={"reassoc", "nsz"})
 def _largest(scores, first, last):  # type: ignore[no-untyped-def]
     largest = scores[first]
@@ -71,13 +71,13 @@ def _largest(scores, first, last):  # type: ignore[no-untyped-def]
     return largest
 
 
-@numba.njit(fastmath=False)
+@numba.njit
 def exponentials(scores, first, last):  # type: ignore[no-untyped-def]
     """scores -> exp(scores - largest) between first and last, in place; their sum."""
     largest = _largest(scores, first, last)
     for i in range(first, last):
         scores[i] = exponential(scores[i] - largest)
-    return row_sum(scores, first, last)
+    return row_sum(scores, first, last, False)
 
 
 @numba.njit

@@ -10,54 +10,46 @@ from numba import types
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from quasar_lab.tiles.emitter import F32, I64, Emitter, constant
+from quasar_lab.tiles.emitter import F32, I32, I64, Emitter, constant
 
 _LANES = 16
 _VECTOR = ir.VectorType(F32, _LANES)
 
 
-def _row_sum(squared: bool):  # type: ignore[no-untyped-def]
-    def row_sum(typingctx, x, first, last):  # type: ignore[no-untyped-def]
-        signature = types.float32(x, types.int64, types.int64)
+@intrinsic(prefer_literal=True)
+def row_sum(typingctx, x, first, last, squared):  # type: ignore[no-untyped-def]
+    """The float32 sum of x[first:last], or of its squares; x: a pointer to float32.
 
-        def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
-            x, first, last = args
-            to, begin = Emitter(builder), builder.ptrtoint(x, I64)
+    squared is a constant. 16 partial sums, number i going to sum i mod 16, are halved until one is
+    left; to it the rest, shorter than 16, is added one by one.
+    """
+    is_squared = squared.literal_value
+    signature = types.float32(x, types.int64, types.int64, squared)
 
-            def add(kind: ir.Type, total: ir.Value, place: ir.Value) -> ir.Value:
-                number = to.load(kind, to.at(begin, (place, 4)))
-                number = builder.fmul(number, number) if squared else number
-                return builder.fadd(total, number)
+    def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
+        x, first, last, _ = args
+        to, begin = Emitter(builder), builder.ptrtoint(x, I64)
 
-            def vector(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                place = to.at(first, (index, _LANES))
-                return [add(_VECTOR, totals[0], place)]
+        def add(kind: ir.Type, total: ir.Value, place: ir.Value) -> ir.Value:
+            number = to.load(kind, to.at(begin, (place, 4)))
+            return builder.fadd(total, builder.fmul(number, number) if is_squared else number)
 
-            count = builder.sub(last, first)
-            vectors = builder.sdiv(count, constant(_LANES))
-            (sums,) = to.loop(vectors, [ir.Constant(_VECTOR, None)], vector)
-            half = _LANES // 2
-            while half:
-                low, high = (list(range(start, start + half)) for start in (0, half))
-                sums = builder.fadd(to.shuffle(sums, sums, low), to.shuffle(sums, sums, high))
-                half //= 2
-            total = builder.extract_element(sums, ir.Constant(ir.IntType(32), 0))
-            done = to.at(first, (vectors, _LANES))
+        def vector(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            return [add(_VECTOR, totals[0], to.at(first, (index, _LANES)))]
 
-            def rest(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                return [add(F32, totals[0], builder.add(done, index))]
+        vectors = builder.sdiv(builder.sub(last, first), constant(_LANES))
+        (sums,) = to.loop(vectors, [ir.Constant(_VECTOR, None)], vector)
+        half = _LANES // 2
+        while half:
+            low, high = list(range(half)), list(range(half, 2 * half))
+            sums = builder.fadd(to.shuffle(sums, sums, low), to.shuffle(sums, sums, high))
+            half //= 2
+        total = builder.extract_element(sums, ir.Constant(I32, 0))
+        done = to.at(first, (vectors, _LANES))
 
-            remaining = builder.sub(last, done)
-            return to.loop(remaining, [total], rest)[0]
+        def rest(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            return [add(F32, totals[0], builder.add(done, index))]
 
-        return signature, codegen
+        return to.loop(builder.sub(last, done), [total], rest)[0]
 
-    row_sum.__doc__ = (
-        f"The sum of {'the squares of ' if squared else ''}x[first:last], x a pointer to float32: "
-        f"{_LANES} partial sums, halved until one is left, then the rest one by one."
-    )
-    return intrinsic(row_sum)
-
-
-row_sum = _row_sum(squared=False)
-row_sum_of_squares = _row_sum(squared=True)
+    return signature, codegen
