@@ -15,7 +15,7 @@ from quasar_lab.fused_cpu import MAX_TOKENS, FusedStep
 from quasar_lab.int8_gemm import quantize_weight, w8a8_linear
 from quasar_lab.quantization import QuantizationConfig, W8A8Linear, quantize
 from quasar_lab.tiles.instruction_sets import INSTRUCTION_SETS
-from quasar_lab.tiles.linear import int8_linear, pointer
+from quasar_lab.tiles.linear import int8_linear, integer_row, pointer, row_bytes
 from quasar_lab.tiles.linear_tile import FORMATS
 from quasar_lab.tiles.row_sum import row_sum
 
@@ -348,29 +348,30 @@ def test_int8_tiles_of_every_instruction_set(name):
 
     Behind the last weight row stands what would change the result if it counted.
     """
-    kind = FORMATS[name]
 
     @numba.njit
-    def product(a, scales, shifts, k, weight, weight_scale, n, out):
-        int8_linear(name, a.ctypes.data, a.strides[0], scales.ctypes.data, shifts.ctypes.data,
-                    a.shape[0], k, weight.ctypes.data, 0, weight_scale.ctypes.data, 0, n,
-                    out.ctypes.data, 0, 1)  # fmt: skip
+    def product(a, integers, scales, shifts, k, weight, weight_scale, n, out):
+        rows = a.shape[0]
+        for row in range(rows):
+            integer_row(name, False, a.ctypes.data + row * k, row, k, integers.ctypes.data,
+                        np.empty_like(scales).ctypes.data, shifts.ctypes.data)  # fmt: skip
+        int8_linear(name, integers.ctypes.data, row_bytes(name, k), scales.ctypes.data,
+                    shifts.ctypes.data, rows, k, weight.ctypes.data, 0,
+                    weight_scale.ctypes.data, 0, n, out.ctypes.data, 0, 1)  # fmt: skip
 
     generator = np.random.default_rng(0)
     for rows, n, k in [(1, 3, 20), (7, 12, 576), (16, 9, 4096 + 5), (9, 18, 2 * 4096)]:
-        padded = -(-k // kind.step) * kind.step
-        a = np.zeros((rows, padded), np.int16 if kind.input_bytes == 2 else np.int8)
-        a[:, :k] = generator.integers(-128, 128, (rows, k))
+        a = generator.integers(-128, 128, (rows, k)).astype(np.int8)
         memory = generator.integers(-128, 128, n * k + 64).astype(np.int8)
         weight = memory[: n * k].reshape(n, k)
-        a[0, :k], weight[0], a[-1, :k], weight[-1] = 127, -128, -128, 127
+        a[0], weight[0], a[-1], weight[-1] = 127, -128, -128, 127
         weight[1] = -128
-        exact = a[:, :k].astype(np.int64) @ weight.T.astype(np.int64)
+        exact = a.astype(np.int64) @ weight.T.astype(np.int64)
         scales, weight_scale = (generator.random(size, dtype=np.float32) for size in (rows, n))
-        shifts = 128 * a.astype(np.int64).sum(1) if kind.shifted else 0
-        shifts = np.broadcast_to(shifts, rows).astype(np.int32)
+        integers = np.full(rows * (2 * k + 128), -1, np.int8)
+        shifts = np.full(rows, -1, np.int32)
         out = np.full((rows, n), np.nan, np.float32)
-        product(a, scales, shifts, k, memory, weight_scale, n, out)
+        product(a, integers, scales, shifts, k, memory, weight_scale, n, out)
         assert (out == exact.astype(np.float32) * scales[:, None] * weight_scale).all()
 
 

@@ -9,7 +9,13 @@ import numpy as np
 from numba import types
 
 from quasar_lab.tiles.linear import add_bias, pointer, share
-from quasar_lab.tiles.linear_tile import COLUMNS, format_number, linear_tile
+from quasar_lab.tiles.linear_tile import (
+    COLUMNS,
+    PREFETCH_BYTES,
+    even_part,
+    format_number,
+    linear_tile,
+)
 from quasar_lab.tiles.mix_tile import VECTORS, mix_tile
 from quasar_lab.tiles.row_sum import row_sum
 
@@ -113,21 +119,21 @@ def dots(name, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):
     numba.literally(name)
     step, most = format_number(name, "step"), format_number(name, "max_rows")
     steps = k // step
-    tiles = (rows + most - 1) // most
+    height = even_part(rows, most)
     column = first
     while column < last:
         width = COLUMNS if column + COLUMNS <= last else 1
         source, place = w + column * w_stride, out + 4 * column
-        for tile in range(tiles):
-            top = rows * tile // tiles
-            height = rows * (tile + 1) // tiles - top
+        ahead = source + PREFETCH_BYTES
+        for top in range(0, rows, height):
+            own = min(height, rows - top)
             start, to = a + top * a_stride, place + top * out_stride
             if width == COLUMNS:
-                linear_tile(name, COLUMNS, height, start, a_stride, source, w_stride, steps, to,
-                            out_stride, 0, 0, 0)  # fmt: skip
+                linear_tile(name, COLUMNS, own, start, a_stride, source, w_stride, steps, ahead,
+                            to, out_stride, 0, 0, 0, 0, 1)  # fmt: skip
             else:
-                linear_tile(name, 1, height, start, a_stride, source, w_stride, steps, to,
-                            out_stride, 0, 0, 0)  # fmt: skip
+                linear_tile(name, 1, own, start, a_stride, source, w_stride, steps, ahead,
+                            to, out_stride, 0, 0, 0, 0, 1)  # fmt: skip
         column += width
     done = steps * step
     if done < k:

@@ -29,7 +29,7 @@ from quasar_lab.int8_gemm import openmp
 from quasar_lab.int8_gemm.openmp import thread_count, thread_index
 from quasar_lab.tiles import source_revision
 from quasar_lab.tiles.linear import int8_linear, integer_row, pointer, row_bytes
-from quasar_lab.tiles.linear_tile import format_number
+from quasar_lab.tiles.linear_tile import even_part, format_number
 
 _i64, _f32 = types.int64, types.float32
 
@@ -174,8 +174,7 @@ def _attend(floats, s, layer, thread, threads):  # type: ignore[no-untyped-def]
     while row < last:
         head = row // group
         left = min(last, (head + 1) * group) - row
-        tiles = (left + most - 1) // most
-        rows = (left + tiles - 1) // tiles
+        rows = even_part(left, most)
         cache = format_number(floats, "weight_bytes") * head * s.capacity * d
         queries = s.queries + 4 * row * d
         attend(floats, queries, rows, row, tokens, s.start, layer.window, layer.keys + cache,

@@ -19,7 +19,7 @@ from quasar_lab.int8_gemm.openmp import barrier, thread_count, thread_index
 from quasar_lab.int8_gemm.reference import around_product
 from quasar_lab.tiles import source_revision
 from quasar_lab.tiles.instruction_sets import best_instruction_set
-from quasar_lab.tiles.linear import SKEW, int8_linear, integer_row, row_bytes
+from quasar_lab.tiles.linear import int8_linear, integer_row, row_bytes
 from quasar_lab.tiles.linear_tile import FORMATS, SUMS
 
 
@@ -79,7 +79,7 @@ def _run(
     step = FORMATS[name].step
     padded = -(-k // step) * step
     # one allocation for what lives only during the call: integers, scales, shifts, last weights
-    vectors = -(-rows * (padded * FORMATS[name].input_bytes + SKEW) // 64) * 64
+    vectors = -(-rows * padded * FORMATS[name].input_bytes // 64) * 64
     numbers = -(-4 * rows // 64) * 64
     workspace = torch.empty(vectors + 2 * numbers + padded, dtype=torch.uint8)
     scratch = workspace.data_ptr()

@@ -1,7 +1,7 @@
 """Products held in vector registers, written in LLVM's language and compiled by numba.
 
 `instruction_sets`: how processors multiply INT8; `emitter`: shorthand for vector code;
-`linear_tile`, `mix_tile`: a few rows times a few columns; `signs_tile`: the INT8 one of AVX2;
+`linear_tile`, `mix_tile`: a few rows times a few columns; `signs`: how AVX2 multiplies bytes;
 `row_sum`: a sum in a fixed order; `linear`: a whole W8A8 linear.
 """
 

@@ -35,6 +35,14 @@ class Emitter:
             base = self.builder.add(base, self.builder.mul(value, constant(number)))
         return base
 
+    def opaque(self, value: ir.Value) -> ir.Value:
+        """An int64 of which LLVM knows only that it is in a register.
+
+        Otherwise it splits the few addresses of a tile's loop into many and steps each of them in
+        every turn.
+        """
+        return self.builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], False)
+
     def load(self, kind: ir.Type, address: ir.Value) -> ir.Value:
         """A value of any type from memory that need not be aligned."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)

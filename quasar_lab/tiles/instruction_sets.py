@@ -4,8 +4,9 @@
   shifted into u8 (w + 128); 128 * sum(a) is subtracted at the end. It wraps, never saturates.
 - "avx512": both operands are widened to int16 and `vpmaddwd` adds two exact products into an
   int32 lane.
-- "avx2": `vpmaddubsw` adds two products of |w| and an input that has taken over the weight's sign
-  into an int16, `vpmaddwd` by ones two of these into an int32 lane (signs_tile.py).
+- "avx2": `vpmaddubsw` adds two products of |a| and a weight that has taken over the input's sign
+  into an int16, `vpmaddwd` by ones two of these into an int32 lane. It counts each negative input
+  once too often, which is subtracted at the end (signs.py).
 - "portable": the same loop left to the compiler, for every other processor.
 
 All are exact for every int8 input as long as the final sum fits an int32.
@@ -18,7 +19,7 @@ import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, config
 
-_I32 = ir.IntType(32)
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
 
 
 @functools.cache
@@ -37,8 +38,8 @@ class InstructionSet:
 
     features: what the CPU must have; step: weights per vector; lanes: int32 sums per vector;
     max_rows: the tallest tile whose sums and operands fit the vector registers; widens: the
-    activations are passed as int16 (else as int8); signs: multiplied by signs_tile.py, a tile of
-    one column, else by linear_tile.py, of four.
+    activations are passed as int16; signs: as vectors of magnitudes and of sign masks in turn;
+    else as int8.
     """
 
     name: str
@@ -60,7 +61,7 @@ INSTRUCTION_SETS = {
         InstructionSet("vnni512", ("avx512vnni", "avx512bw"), 64, 16, 6, False),
         InstructionSet("vnni256", ("avx512vnni", "avx512vl"), 32, 8, 6, False),
         InstructionSet("avx512", ("avx512bw",), 32, 16, 6, True),
-        InstructionSet("avx2", ("avx2",), 32, 8, 8, False, signs=True),
+        InstructionSet("avx2", ("avx2",), 32, 8, 2, False, signs=True),
         InstructionSet("portable", (), 16, 16, 2, True),
     )
 }
@@ -93,4 +94,18 @@ def dot_accumulate(
             module, ir.FunctionType(lanes, [a.type, a.type]), name
         )
         return builder.add(total, builder.call(function, [a, w]))
+    if isa.signs:
+        halves, ones = ir.VectorType(_I16, isa.step // 2), [1] * (isa.step // 2)
+        numbers = range(isa.step), range(isa.step, 2 * isa.step)
+        order = [ir.Constant(ir.VectorType(_I32, isa.step), list(each)) for each in numbers]
+        size, mask = (builder.shuffle_vector(a, a, each) for each in order)
+        multiply_bytes = cgutils.get_or_insert_function(
+            module, ir.FunctionType(halves, [w.type, w.type]), "llvm.x86.avx2.pmadd.ub.sw"
+        )
+        add_pairs = cgutils.get_or_insert_function(
+            module, ir.FunctionType(lanes, [halves, halves]), "llvm.x86.avx2.pmadd.wd"
+        )
+        pairs = builder.call(multiply_bytes, [size, builder.xor(w, mask)])
+        sums = builder.call(add_pairs, [pairs, ir.Constant(halves, ones)])
+        return builder.add(total, sums)
     return builder.add(total, builder.mul(builder.sext(a, lanes), builder.sext(w, lanes)))

@@ -9,15 +9,21 @@ from numba import types
 from numba.extending import intrinsic
 
 from quasar_lab.int8_gemm.reference import QMAX
-from quasar_lab.tiles.linear_tile import COLUMNS, format_number, linear_tile
-from quasar_lab.tiles.signs_tile import signs_linear
+from quasar_lab.tiles.linear_tile import (
+    COLUMNS,
+    PREFETCH_BYTES,
+    even_part,
+    format_number,
+    linear_tile,
+)
+from quasar_lab.tiles.signs import split_signs
 
 # Rows of activations that stay in the second-level cache while all weights pass by.
 PANEL_ROWS = 64
 
-# Between the rows of a signs_tile whose length is a multiple of 4 KB: all 8 and the weights would
-# compete for the same lines of the first-level cache. (Six rows of VNNI's tile are slower with it.)
-SKEW = 9 * 64
+# Of at most this many numbers, 4 rows of weights stay in a first-level cache of 32 KB while the
+# inputs of several tiles pass by.
+BLOCK = 2048
 
 _i8, _i16, _i32, _f32 = types.int8, types.int16, types.int32, types.float32
 
@@ -69,7 +75,7 @@ def copy_row(integers, quantized, length, padded):  # type: ignore[no-untyped-de
 
 
 @numba.njit
-def _vector_bytes(name, k):  # type: ignore[no-untyped-def]
+def row_bytes(name, k):  # type: ignore[no-untyped-def]
     """Of a quantised row: whole vectors."""
     numba.literally(name)
     step = format_number(name, "step")
@@ -77,37 +83,31 @@ def _vector_bytes(name, k):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def row_bytes(name, k):  # type: ignore[no-untyped-def]
-    """From one quantised row to the next."""
-    numba.literally(name)
-    num_bytes = _vector_bytes(name, k)
-    return num_bytes + SKEW if format_number(name, "signs") and num_bytes % 4096 == 0 else num_bytes
+def _integers(is_float, source, to, k, padded):  # type: ignore[no-untyped-def]
+    """Write a row of float32 (quantised) or int8 numbers to a pointer; (scale, their sum)."""
+    if is_float:
+        return quantize_row(pointer(source, _f32), to, k, padded)
+    return np.float32(1), copy_row(pointer(source, _i8), to, k, padded)
 
 
 @numba.njit
 def integer_row(name, is_float, source, row, k, integers, scales, shifts):  # type: ignore[no-untyped-def]
     """Write a row of float32 (or of int8) numbers as the tile reads it: integers, scale, shift.
 
-    source: the row; integers, scales, shifts: of all rows, addresses. shift: what VNNI's sums are
-    too large by.
+    source: the row; integers, scales, shifts: of all rows, addresses. shift: what the tile's sums
+    are too large by.
     """
     numba.literally(name)
-    num_bytes = _vector_bytes(name, k)
-    to = integers + row * row_bytes(name, k)
-    scale, total, shift = np.float32(1), np.int32(0), np.int32(0)
-    if format_number(name, "input_bytes") == 2:
-        wide, padded = pointer(to, _i16), num_bytes // 2
-        if is_float:
-            scale, total = quantize_row(pointer(source, _f32), wide, k, padded)
-        else:
-            total = copy_row(pointer(source, _i8), wide, k, padded)
+    num_bytes = row_bytes(name, k)
+    padded = num_bytes // format_number(name, "input_bytes")
+    to, shift = integers + row * num_bytes, np.int32(0)
+    if format_number(name, "widens"):
+        scale, _ = _integers(is_float, source, pointer(to, _i16), k, padded)
+    elif format_number(name, "signs"):
+        scale, _ = _integers(is_float, source, pointer(to + padded, _i8), k, padded)
+        shift = split_signs(to, padded // format_number(name, "step"))
     else:
-        narrow = pointer(to, _i8)
-        if is_float:
-            scale, total = quantize_row(pointer(source, _f32), narrow, k, num_bytes)
-        else:
-            total = copy_row(pointer(source, _i8), narrow, k, num_bytes)
-    if format_number(name, "shifted"):
+        scale, total = _integers(is_float, source, pointer(to, _i8), k, padded)
         shift = np.int32(128 * total)
     pointer(scales, _f32)[row] = scale
     pointer(shifts, _i32)[row] = shift
@@ -141,33 +141,38 @@ def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, last_weights
     """
     numba.literally(name)
     step, most = format_number(name, "step"), format_number(name, "max_rows")
+    vector_bytes = step * format_number(name, "input_bytes")
     steps = (k + step - 1) // step
     first, last = share(n, thread, threads)
     apart = n - 1 if last_weights else n
     for panel in range(0, rows, PANEL_ROWS):
         panel_rows = min(PANEL_ROWS, rows - panel)
-        if format_number(name, "signs"):
-            signs_linear(name, a + panel * a_stride, a_stride, scales + 4 * panel, panel_rows, k,
-                         weight, last_weights, weight_scale, n, out + 4 * panel * n, first,
-                         last)  # fmt: skip
-            continue
-        tiles = (panel_rows + most - 1) // most
+        height = even_part(panel_rows, most)
+        block = steps if panel_rows <= most else even_part(steps, BLOCK // step)
+        # One row on AVX2 waits for memory alone, which is fastest in the order in which it lies;
+        # but the row has to stay in the first-level cache.
+        is_stream = panel_rows == 1 and format_number(name, "signs") and k <= 4 * BLOCK
+        columns = 1 if is_stream else COLUMNS
         column = first
         while column < last:
-            width = COLUMNS if column + COLUMNS <= min(last, apart) else 1
+            width = columns if column + columns <= min(last, apart) else 1
             source = last_weights if column == apart else weight + column * k
+            following = source + max(columns * k, PREFETCH_BYTES)
             place, column_scale = out + 4 * column, weight_scale + 4 * column
-            for tile in range(tiles):
-                top = panel + panel_rows * tile // tiles
-                height = panel + panel_rows * (tile + 1) // tiles - top
-                start, to = a + top * a_stride, place + 4 * top * n
-                if width == COLUMNS:
-                    linear_tile(name, COLUMNS, height, start, a_stride, source, k, steps,
-                                to, 4 * n, scales + 4 * top, shifts + 4 * top,
-                                column_scale)  # fmt: skip
-                else:
-                    linear_tile(name, 1, height, start, a_stride, source, k, steps,
-                                to, 4 * n, scales + 4 * top, shifts + 4 * top,
-                                column_scale)  # fmt: skip
+            for start in range(0, steps, block):
+                count = min(block, steps - start)
+                begin, ahead = source + start * step, following + start * step * COLUMNS
+                for top in range(panel, panel + panel_rows, height):
+                    own = min(height, panel + panel_rows - top)
+                    inputs = a + top * a_stride + start * vector_bytes
+                    to = place + 4 * top * n
+                    if width == COLUMNS:
+                        linear_tile(name, COLUMNS, own, inputs, a_stride, begin, k, count,
+                                    ahead, to, 4 * n, scales + 4 * top, shifts + 4 * top,
+                                    column_scale, start, start + count == steps)  # fmt: skip
+                    else:
+                        linear_tile(name, 1, own, inputs, a_stride, begin, k, count,
+                                    ahead, to, 4 * n, scales + 4 * top, shifts + 4 * top,
+                                    column_scale, start, start + count == steps)  # fmt: skip
             column += width
     add_bias(bias, rows, first, last, out, n)

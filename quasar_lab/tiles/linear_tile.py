@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
@@ -31,7 +31,7 @@ from quasar_lab.tiles.instruction_sets import (
 COLUMNS = 4
 PREFETCH_BYTES = 16 << 10
 _LINE = 64
-_FOUR_FLOATS = ir.VectorType(F32, 4)
+_FOUR_SUMS, _FOUR_FLOATS = ir.VectorType(I32, 4), ir.VectorType(F32, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class TileFormat:
 
     step: weights in a vector; lanes: sums in a vector; max_rows: the tallest tile whose sums and
     operands fit the registers (32 of them with AVX-512 and NEON, 16 with AVX2);
-    weight_bytes, input_bytes: of one number (2 for bfloat16 weights); int8: None for floats;
+    weight_bytes, input_bytes: of one number (2 for bfloat16 weights, and for inputs that are
+    widened or come with their signs); int8: None for floats;
     scaled: INT8 sums come out as float32, times their scales (else as they are, int32).
     """
 
@@ -55,13 +56,13 @@ class TileFormat:
 
     @property
     def signs(self) -> bool:
-        """Multiplied by signs_tile.py, not by the tile of this file."""
+        """Inputs are magnitudes and sign masks (signs.py)."""
         return self.int8 is not None and self.int8.signs
 
     @property
-    def shifted(self) -> bool:
-        """Sums come out too large by 128 times the sum of the inputs (VNNI's)."""
-        return self.int8 is not None and not (self.int8.signs or self.int8.widens)
+    def widens(self) -> bool:
+        """Inputs are int16."""
+        return self.int8 is not None and self.int8.widens
 
 
 # Appended to an INT8 format's name: int32 sums instead of scaled ones.
@@ -77,7 +78,9 @@ FORMATS = {
         ),
         *(
             TileFormat(
-                name + kind, isa.step, isa.lanes, isa.max_rows, 1, 1 + isa.widens, isa, not kind
+                *(name + kind, isa.step, isa.lanes, isa.max_rows, 1, 1 + (isa.widens or isa.signs)),
+                int8=isa,
+                scaled=not kind,
             )
             for kind in ("", SUMS)
             for name, isa in INSTRUCTION_SETS.items()
@@ -105,6 +108,13 @@ def format_number(typingctx, name, field):  # type: ignore[no-untyped-def]
     return types.int64(name, field), codegen
 
 
+@njit
+def even_part(total, most):  # type: ignore[no-untyped-def]
+    """The size, 1 to `most`, of the parts of a total: as few and as even as can be."""
+    parts = max((total + most - 1) // most, 1)
+    return max((total + parts - 1) // parts, 1)
+
+
 class Tile(Emitter):
     """Writes the code of one tile in one format."""
 
@@ -117,7 +127,7 @@ class Tile(Emitter):
         else:
             self.sums = ir.VectorType(I32, kind.lanes)
             self.weights = ir.VectorType(I8, kind.step)
-            self.inputs = ir.VectorType(I16 if kind.int8.widens else I8, kind.step)
+            self.inputs = ir.VectorType(I16 if kind.widens else I8, kind.step * (1 + kind.signs))
 
     def prepare(self, weights: ir.Value) -> ir.Value:
         """Weights as `accumulate` takes them: widened, or shifted into unsigned bytes."""
@@ -131,6 +141,8 @@ class Tile(Emitter):
             return weights
         if isa.widens:
             return self.builder.sext(weights, ir.VectorType(I16, self.kind.step))
+        if isa.signs:
+            return weights
         return self.builder.xor(weights, ir.Constant(self.weights, [-128] * self.kind.step))
 
     def accumulate(self, total: ir.Value, inputs: ir.Value, weights: ir.Value) -> ir.Value:
@@ -143,23 +155,34 @@ class Tile(Emitter):
 
     def products(
         self, rows: int, columns: int, a: ir.Value, a_stride: ir.Value, w: ir.Value,
-        w_stride: ir.Value, steps: ir.Value,
+        w_stride: ir.Value, steps: ir.Value, ahead: ir.Value,
     ) -> list[ir.Value]:  # fmt: skip
         """The loop along K: a vector of sums for each row and column."""
-        vector_bytes = self.kind.step * self.kind.weight_bytes
-        ahead = self.builder.add(w, constant(PREFETCH_BYTES))
+        builder, kind = self.builder, self.kind
+        vector_bytes = kind.step * kind.weight_bytes
+        input_vector_bytes = kind.step * kind.input_bytes
+        row_places = [self.opaque(self.at(a, (a_stride, row))) for row in range(rows)]
+        column_places = [self.opaque(self.at(w, (w_stride, column))) for column in range(columns)]
+        ahead = self.opaque(ahead)
+
+        def vectors_of_weights(offset: ir.Value) -> list[ir.Value]:
+            places = (builder.add(place, offset) for place in column_places)
+            return [self.prepare(self.load(self.weights, place)) for place in places]
 
         def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            offset = self.opaque(builder.mul(index, constant(vector_bytes)))
             for line in range(0, columns * vector_bytes, _LINE):
-                self.prefetch(self.at(ahead, (index, columns * vector_bytes), (constant(line), 1)))
-            weights = []
-            for column in range(columns):
-                place = self.at(w, (w_stride, column), (index, vector_bytes))
-                weights.append(self.prepare(self.load(self.weights, place)))
+                self.prefetch(self.at(ahead, (offset, columns), (constant(line), 1)))
+            weights = vectors_of_weights(offset)
             following = []
-            for row in range(rows):
-                place = self.at(a, (a_stride, row), (index, self.kind.step * self.kind.input_bytes))
-                inputs = self.load(self.inputs, place)
+            for row, place in enumerate(row_places):
+                if row and kind.signs:
+                    # Read again from the cache: four vectors kept would leave one register for
+                    # all that is between weights and sums, which is 5 % slower.
+                    offset = self.opaque(offset)
+                    weights = vectors_of_weights(offset)
+                begin = self.at(place, (offset, input_vector_bytes // vector_bytes))
+                inputs = self.load(self.inputs, begin)
                 for column in range(columns):
                     total = totals[row * columns + column]
                     following.append(self.accumulate(total, inputs, weights[column]))
@@ -190,47 +213,58 @@ class Tile(Emitter):
             total = self.add(*(self.shuffle(total, total, half) for half in halves))
         return total
 
-    def unshifted(self, total: ir.Value, shift: ir.Value) -> ir.Value:
-        """The exact sums: VNNI's are 128 * sum(inputs) too large."""
-        return self.builder.sub(total, self.splat(self.load(I32, shift), 4))
-
-    def scaled(
-        self, total: ir.Value, shift: ir.Value, scale: ir.Value, weight_scales: ir.Value
+    def finish(
+        self, sums: ir.Value, shift: ir.Value, scale: ir.Value, weight_scales: ir.Value | None
     ) -> ir.Value:
-        """float(total - shift) * scale * weight_scales, in the order of the INT8 reference."""
-        number = self.builder.sitofp(self.unshifted(total, shift), _FOUR_FLOATS)
+        """float(sums - shift) * scale * weight_scales, in the order of the INT8 reference.
+
+        As the bits of an int32 vector; without weight_scales the exact sums.
+        """
+        sums = self.builder.sub(sums, self.splat(self.load(I32, shift), 4))
+        if weight_scales is None:
+            return sums
+        number = self.builder.sitofp(sums, _FOUR_FLOATS)
         number = self.builder.fmul(number, self.splat(self.load(F32, scale), 4))
-        return self.builder.fmul(number, weight_scales)
+        return self.builder.bitcast(self.builder.fmul(number, weight_scales), _FOUR_SUMS)
 
 
 @intrinsic(prefer_literal=True)
 def linear_tile(  # type: ignore[no-untyped-def]
-    typingctx, name, columns, rows, a, a_stride, w, w_stride, steps, out, out_stride,
-    scales, shifts, weight_scales,
+    typingctx, name, columns, rows, a, a_stride, w, w_stride, steps, ahead, out, out_stride,
+    scales, shifts, weight_scales, continued, finished,
 ):  # fmt: skip
     """out[r, c] = sum over `steps` vectors of a[r] * w[c], as float32 (int32 in a SUMS format).
 
     name (of FORMATS) and columns (COLUMNS or 1) are constants, rows is 1 to the format's max_rows;
-    all others are int64: addresses, and strides in bytes.
+    all others are int64: addresses, strides in bytes, flags. ahead: as many weights, to be fetched.
 
     INT8: out[r, c] = float(sum - shifts[r]) * scales[r] * weight_scales[c]. a is zero-padded to
-    whole vectors; w is read to the end of its last vector, whatever stands there. VNNI shifts the
-    weights into unsigned bytes: there shifts[r] is 128 * sum(a[r]), else 0. In float32 scales,
-    shifts and weight_scales are not read; in a SUMS format only shifts is.
+    whole vectors; w is read to the end of its last vector, whatever stands there. shifts[r]: what
+    the sums are too large by. VNNI shifts the weights into unsigned bytes: 128 * sum(a[r]); with
+    signs apart it is the sum of the negative a[r], else 0. In a SUMS format only shifts is read.
+    continued: add to the int32 sums that stand in out. Not finished: leave such sums there.
+
+    In float32 nothing behind out_stride is read.
     """
     kind, num_columns = FORMATS[name.literal_value], columns.literal_value
-    signature = types.void(name, columns, *[types.int64] * 11)
+    signature = types.void(name, columns, *[types.int64] * 14)
 
     def codegen(context, builder: ir.IRBuilder, signature: Signature, args):  # type: ignore[no-untyped-def]
-        if kind.signs:  # compiled with the rest, never called
-            return context.get_dummy_value()
-        rows, a, a_stride, w, w_stride, steps, out, out_stride = args[2:10]
-        scales, shifts, weight_scales = args[10:]
+        rows, a, a_stride, w, w_stride, steps, ahead, out, out_stride = args[2:11]
+        scales, shifts, weight_scales, *flags = args[11:]
         to = Tile(builder, kind)
-        missing = [ir.Constant(to.sums, None)] * (COLUMNS - num_columns)
+        zeros = ir.Constant(to.sums, None)
+        missing = [zeros] * (COLUMNS - num_columns)
+        continued, finished = (builder.icmp_signed("!=", flag, constant(0)) for flag in flags)
+
+        def kept(place: ir.Value) -> ir.Value:
+            if num_columns == COLUMNS:
+                return to.load(_FOUR_SUMS, place)
+            first, nothing = ir.Constant(I32, 0), ir.Constant(_FOUR_SUMS, None)
+            return builder.insert_element(nothing, to.load(I32, place), first)
 
         def emit(num_rows: int) -> None:
-            totals = to.products(num_rows, num_columns, a, a_stride, w, w_stride, steps)
+            totals = to.products(num_rows, num_columns, a, a_stride, w, w_stride, steps, ahead)
             column_scales = None
             if kind.int8 is not None and kind.scaled and num_columns == 1:
                 column_scales = to.splat(to.load(F32, weight_scales), 4)
@@ -238,15 +272,17 @@ def linear_tile(  # type: ignore[no-untyped-def]
                 column_scales = to.load(_FOUR_FLOATS, weight_scales)
             for row in range(num_rows):
                 own = totals[row * num_columns : (row + 1) * num_columns]
+                place = to.at(out, (out_stride, row))
                 result = to.across_lanes(own + missing)
-                shift, scale = (to.at(base, (constant(4), row)) for base in (shifts, scales))
-                if column_scales is not None:
-                    result = to.scaled(result, shift, scale, column_scales)
-                elif kind.int8 is not None:
-                    result = to.unshifted(result, shift)
+                if kind.int8 is not None:
+                    before = ir.Constant(_FOUR_SUMS, None)
+                    sums = builder.add(result, builder.select(continued, kept(place), before))
+                    shift, scale = (to.at(base, (constant(4), row)) for base in (shifts, scales))
+                    end = to.finish(sums, shift, scale, column_scales)
+                    result = builder.select(finished, end, sums)
                 if num_columns == 1:
                     result = builder.extract_element(result, ir.Constant(I32, 0))
-                to.store(result, to.at(out, (out_stride, row)))
+                to.store(result, place)
 
         to.switch(rows, kind.max_rows, emit)
         return context.get_dummy_value()
