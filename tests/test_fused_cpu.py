@@ -318,16 +318,21 @@ def test_float_tiles_of_every_vector_width(name):
     most, step = FORMATS[name].max_rows, FORMATS[name].step
 
     @numba.njit
-    def both(a, w, products, v, mixed):
+    def both(height, a, w, products, v, mixed):
         rows, k = a.shape
         n = w.shape[0]
-        dots(name, a.ctypes.data, 4 * k, rows, k, w.ctypes.data, w.strides[0], 0, n,
+        dots(name, a.ctypes.data, 4 * k, rows, height, k, w.ctypes.data, w.strides[0], 0, n,
              products.ctypes.data, 4 * n)  # fmt: skip
         mix(name, products.ctypes.data, 4 * n, rows, v.ctypes.data, n, mixed.ctypes.data,
             v.shape[1])  # fmt: skip
 
     generator = np.random.default_rng(0)
-    for rows, n, k in [(1, 1, 5), (most, 7, 5 * step), (most - 1, 12, 2 * step + 3)]:
+    for rows, height, n, k in [
+        (1, 1, 1, 5),
+        (most, most, 7, 5 * step),
+        (most, (most + 1) // 2, 7, 5 * step),
+        (most - 1, most - 1, 12, 2 * step + 3),
+    ]:
         shapes = ((rows, k), (n, k), (n, k))
         a, w, v = (generator.standard_normal(shape, dtype=np.float32) for shape in shapes)
         stored = (w, v)
@@ -335,7 +340,7 @@ def test_float_tiles_of_every_vector_width(name):
             stored = [torch.tensor(each).bfloat16().view(torch.uint16).numpy() for each in (w, v)]
             w, v = (torch.tensor(each).bfloat16().float().numpy() for each in (w, v))
         products, mixed = (np.full((rows, size), np.nan, np.float32) for size in (n, k))
-        both(a, stored[0], products, stored[1], mixed)
+        both(height, a, stored[0], products, stored[1], mixed)
         # k products of numbers of size 1, each off by half a unit
         assert np.abs(products - a.astype(float) @ w.T).max() < k * 2.0**-22
         scale = np.abs(products).sum(1).max()
@@ -350,11 +355,11 @@ def test_int8_tiles_of_every_instruction_set(name):
     """
 
     @numba.njit
-    def product(a, integers, scales, shifts, k, weight, weight_scale, n, out):
+    def product(a, integers, ones, scales, shifts, k, weight, weight_scale, n, out):
         rows = a.shape[0]
         for row in range(rows):
             integer_row(name, False, a.ctypes.data + row * k, row, k, integers.ctypes.data,
-                        np.empty_like(scales).ctypes.data, shifts.ctypes.data)  # fmt: skip
+                        ones.ctypes.data, shifts.ctypes.data)  # fmt: skip
         int8_linear(name, integers.ctypes.data, row_bytes(name, k), scales.ctypes.data,
                     shifts.ctypes.data, rows, k, weight.ctypes.data, 0,
                     weight_scale.ctypes.data, 0, n, out.ctypes.data, 0, 1)  # fmt: skip
@@ -371,7 +376,8 @@ def test_int8_tiles_of_every_instruction_set(name):
         integers = np.full(rows * (2 * k + 128), -1, np.int8)
         shifts = np.full(rows, -1, np.int32)
         out = np.full((rows, n), np.nan, np.float32)
-        product(a, integers, scales, shifts, k, memory, weight_scale, n, out)
+        ones = np.empty(rows, np.float32)
+        product(a, integers, ones, scales, shifts, k, memory, weight_scale, n, out)
         assert (out == exact.astype(np.float32) * scales[:, None] * weight_scale).all()
 
 

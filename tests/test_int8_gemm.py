@@ -54,6 +54,14 @@ def test_extreme_values_do_not_saturate(isa: str, signs: tuple[int, int]) -> Non
         assert torch.equal(cpu.int8_matmul(a, b, instruction_set=isa), exact(a, b))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_long_rows_are_exact_block_by_block(isa: str) -> None:
+    """Rows cut into blocks, with a rest behind the last row, in one tile, several, two panels."""
+    for m, k in ((1, 4101), (1, 8229), (2, 4101), (7, 4101), (65, 4101)):
+        a, b = random_int8(m, k), random_int8(9, k, seed=1)
+        assert torch.equal(cpu.int8_matmul(a, b, instruction_set=isa), exact(a, b)), (m, k)
+
+
 @given(
     m=st.integers(1, 80),
     n=st.integers(1, 40),
@@ -166,6 +174,7 @@ def test_nan_is_not_hidden(isa: str) -> None:
             lambda a, b: int8_matmul(*[torch.zeros(1, MAX_K + 1, dtype=torch.int8)] * 2),
             "overflow",
         ),
+        (lambda a, b: w8a8_linear(a[:, :0].float(), b[:, :0], torch.ones(4)), "K = 0"),
     ],
 )
 def test_wrong_inputs_get_one_clear_line(call, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -12,9 +12,9 @@ from quasar_lab.tiles.linear import add_bias, pointer, share
 from quasar_lab.tiles.linear_tile import (
     COLUMNS,
     PREFETCH_BYTES,
-    even_part,
     format_number,
     linear_tile,
+    tile_height,
 )
 from quasar_lab.tiles.mix_tile import VECTORS, mix_tile
 from quasar_lab.tiles.row_sum import row_sum
@@ -114,12 +114,14 @@ def store_numbers(name, x, address, n):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def dots(name, a, a_stride, rows, k, w, w_stride, first, last, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[r, c] = a[r] · w[c] for the columns first to last; a, out: float32, strides in bytes."""
+def dots(name, a, a_stride, rows, height, k, w, w_stride, first, last, out, out_stride):  # type: ignore[no-untyped-def]  # fmt: skip
+    """out[r, c] = a[r] · w[c] for the columns first to last; a, out: float32, strides in bytes.
+
+    height: of a tile, at most max_rows.
+    """
     numba.literally(name)
-    step, most = format_number(name, "step"), format_number(name, "max_rows")
+    step = format_number(name, "step")
     steps = k // step
-    height = even_part(rows, most)
     column = first
     while column < last:
         width = COLUMNS if column + COLUMNS <= last else 1
@@ -150,7 +152,8 @@ def float_linear(name, a, a_stride, rows, k, weight, bias, n, out, thread, threa
     numba.literally(name)
     first, last = share(n, thread, threads)
     stride = format_number(name, "weight_bytes") * k
-    dots(name, a, a_stride, rows, k, weight, stride, first, last, out, 4 * n)
+    height = tile_height(rows, format_number(name, "max_rows"))
+    dots(name, a, a_stride, rows, height, k, weight, stride, first, last, out, 4 * n)
     add_bias(bias, rows, first, last, out, n)
 
 
@@ -193,8 +196,8 @@ def attend(name, queries, rows, group, num_tokens, start, window, keys, values, 
     end = start + num_tokens
     low = max(0, start + 1 - window) if window else 0
     stride = format_number(name, "weight_bytes") * head_dim
-    dots(name, queries, 4 * head_dim, rows, head_dim, keys + low * stride, stride, 0, end - low,
-         scores, score_stride)  # fmt: skip
+    dots(name, queries, 4 * head_dim, rows, rows, head_dim, keys + low * stride, stride, 0,
+         end - low, scores, score_stride)  # fmt: skip
     for r in range(rows):
         row = pointer(scores + r * score_stride, _f32)
         position = start + (group + r) % num_tokens

@@ -94,8 +94,10 @@ def _check_inner(a: Tensor, b: Tensor, names: str) -> None:
             f"{names} have shapes {list(a.shape)} and {list(b.shape)}: "
             "their last dimensions (K) must be equal"
         )
-    if a.shape[-1] > MAX_K:
-        raise UserError(f"K = {a.shape[-1]} could overflow the int32 sums: at most {MAX_K}")
+    if not 1 <= a.shape[-1] <= MAX_K:
+        raise UserError(
+            f"{names} have K = {a.shape[-1]}: from 1 to {MAX_K}, which no int32 sum can overflow"
+        )
     if a.device != b.device:
         raise UserError(f"{names} are on {a.device} and {b.device}: move them to one device")
 

@@ -73,9 +73,6 @@ def _run(
     (rows, k), n = x.shape, weight.shape[0]
     if not rows or not n:
         return
-    if not k:
-        out.zero_()
-        return
     step = FORMATS[name].step
     padded = -(-k // step) * step
     # one allocation for what lives only during the call: integers, scales, shifts, last weights

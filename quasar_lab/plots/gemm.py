@@ -101,7 +101,7 @@ def plot_tile(rows: int = 6) -> Figure:
         for r in range(rows):
             _strip(left, -r, "read", f"× token {r + 1}", weight_color)
         left.set_title(f"row by row: {rows} trips to memory", fontsize=12)
-        _strip(right, 0, "read", "into a register", weight_color)
+        _strip(right, 0, "read", "once", weight_color)
         right.annotate("", (8, -1.1), (8, -0.1), arrowprops=arrow)
         for r in range(rows - 1, -1, -1):
             _strip(right, -2 - 0.8 * r, "×", f"token {r + 1}", token_color)

@@ -15,15 +15,20 @@ from quasar_lab.tiles.linear_tile import (
     even_part,
     format_number,
     linear_tile,
+    tile_height,
 )
 from quasar_lab.tiles.signs import split_signs
 
-# Rows of activations that stay in the second-level cache while all weights pass by.
+# Rows of activations that stay in the second-level cache while all weights pass by, up to 8,192
+# numbers of two bytes in 1 MB.
 PANEL_ROWS = 64
 
 # Of at most this many numbers, 4 rows of weights stay in a first-level cache of 32 KB while the
 # inputs of several tiles pass by.
 BLOCK = 2048
+
+# A row of at most this many stays there alone: with its signs, 16 KB.
+STREAM = 8192
 
 _i8, _i16, _i32, _f32 = types.int8, types.int16, types.int32, types.float32
 
@@ -134,7 +139,7 @@ def add_bias(bias, rows, first, last, out, n):  # type: ignore[no-untyped-def]
 @numba.njit
 def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, last_weights, weight_scale,
                 bias, n, out, thread, threads):  # type: ignore[no-untyped-def]  # fmt: skip
-    """This thread's columns of out = (a Wᵀ) * scales * weight_scale + bias, a and W in INT8.
+    """This thread's columns of out = (a Wᵀ) * scales * weight_scale + bias, a and W in INT8, k > 0.
 
     last_weights: address of a copy of W's last row with a vector of readable memory behind it; 0
     where W itself has that. What stands there does not count, for a is padded with zeros.
@@ -147,11 +152,11 @@ def int8_linear(name, a, a_stride, scales, shifts, rows, k, weight, last_weights
     apart = n - 1 if last_weights else n
     for panel in range(0, rows, PANEL_ROWS):
         panel_rows = min(PANEL_ROWS, rows - panel)
-        height = even_part(panel_rows, most)
-        block = steps if panel_rows <= most else even_part(steps, BLOCK // step)
+        height = tile_height(panel_rows, most)
+        block = steps if panel_rows <= height else even_part(steps, BLOCK // step)
         # One row on AVX2 waits for memory alone, which is fastest in the order in which it lies;
         # but the row has to stay in the first-level cache.
-        is_stream = panel_rows == 1 and format_number(name, "signs") and k <= 4 * BLOCK
+        is_stream = panel_rows == 1 and format_number(name, "signs") and k <= STREAM
         columns = 1 if is_stream else COLUMNS
         column = first
         while column < last:

@@ -3,10 +3,12 @@
 Weights are float32, bfloat16 (multiplied as float32) or INT8. Three things make it as fast as
 memory:
 
-- a weight vector is read once and meets all input rows while it is in a register;
+- a weight vector meets all input rows of the tile while it is in a register or, on AVX2, in the
+  first-level cache;
 - the four sums of a row are added across their lanes together, and scaled and stored as one vector;
-- what will be needed 16 KB later is fetched into the second-level cache in the order in which it
-  lies in memory: the processor's own prefetcher sees no stream in four interleaved rows.
+- what will be needed next, in 16 KB or in the next four rows, is fetched into the second-level
+  cache in the order in which it lies in memory: the processor's own prefetcher sees no stream in
+  four interleaved rows.
 
 A row's result is computed the same way whatever the other rows are.
 """
@@ -110,9 +112,19 @@ def format_number(typingctx, name, field):  # type: ignore[no-untyped-def]
 
 @njit
 def even_part(total, most):  # type: ignore[no-untyped-def]
-    """The size, 1 to `most`, of the parts of a total: as few and as even as can be."""
+    """The size, 1 to `most`, of the parts of a total: as few as can be, the largest small."""
     parts = max((total + most - 1) // most, 1)
     return max((total + parts - 1) // parts, 1)
+
+
+@njit
+def tile_height(rows, most):  # type: ignore[no-untyped-def]
+    """How many of a linear's rows a tile takes: two tiles at least share the same weights.
+
+    The first waits for them, and asks for the next ones faster than memory answers; requests that
+    find the queue full are dropped. The second has its weights in the cache, and asks again.
+    """
+    return min(even_part(rows, most), max((rows + 1) // 2, 1))
 
 
 class Tile(Emitter):
@@ -253,15 +265,14 @@ def linear_tile(  # type: ignore[no-untyped-def]
         rows, a, a_stride, w, w_stride, steps, ahead, out, out_stride = args[2:11]
         scales, shifts, weight_scales, *flags = args[11:]
         to = Tile(builder, kind)
-        zeros = ir.Constant(to.sums, None)
-        missing = [zeros] * (COLUMNS - num_columns)
+        missing = [ir.Constant(to.sums, None)] * (COLUMNS - num_columns)
+        nothing = ir.Constant(_FOUR_SUMS, None)
         continued, finished = (builder.icmp_signed("!=", flag, constant(0)) for flag in flags)
 
         def kept(place: ir.Value) -> ir.Value:
             if num_columns == COLUMNS:
                 return to.load(_FOUR_SUMS, place)
-            first, nothing = ir.Constant(I32, 0), ir.Constant(_FOUR_SUMS, None)
-            return builder.insert_element(nothing, to.load(I32, place), first)
+            return builder.insert_element(nothing, to.load(I32, place), ir.Constant(I32, 0))
 
         def emit(num_rows: int) -> None:
             totals = to.products(num_rows, num_columns, a, a_stride, w, w_stride, steps, ahead)
@@ -275,8 +286,7 @@ def linear_tile(  # type: ignore[no-untyped-def]
                 place = to.at(out, (out_stride, row))
                 result = to.across_lanes(own + missing)
                 if kind.int8 is not None:
-                    before = ir.Constant(_FOUR_SUMS, None)
-                    sums = builder.add(result, builder.select(continued, kept(place), before))
+                    sums = builder.add(result, builder.select(continued, kept(place), nothing))
                     shift, scale = (to.at(base, (constant(4), row)) for base in (shifts, scales))
                     end = to.finish(sums, shift, scale, column_scales)
                     result = builder.select(finished, end, sums)

@@ -21,8 +21,9 @@ from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
 from quasar_lab.tiles.emitter import I8, I32, Emitter, constant
+from quasar_lab.tiles.instruction_sets import INSTRUCTION_SETS
 
-STEP = 32  # numbers in a vector
+STEP = INSTRUCTION_SETS["avx2"].step
 _BYTES, _SUMS = ir.VectorType(I8, STEP), ir.VectorType(I32, STEP)
 
 
