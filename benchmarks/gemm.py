@@ -141,7 +141,7 @@ def main() -> None:
         "rows": json.loads(table.to_json(orient="records")),
     }
     write_atomically(arguments.output / "gemm.json", json.dumps(result, indent=1))
-    plot_gemm(table, bandwidth).savefig(arguments.output / "gemm.png", dpi=140)
+    plot_gemm(table).savefig(arguments.output / "gemm.png", dpi=140)
 
     print(f"memory is read at {bandwidth / 1e9:.1f} GB/s ({arguments.threads} threads)")
     shown = table[table["path"] == "cpu"]

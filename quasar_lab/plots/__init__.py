@@ -143,10 +143,11 @@ def plot_divergence(fidelity: pd.DataFrame) -> Figure:
     return figure
 
 
-def plot_gemm(table: pd.DataFrame, bandwidth: float) -> Figure:
+def plot_gemm(table: pd.DataFrame) -> Figure:
     """Time of one linear against the number of rows M, one panel a shape, from benchmarks/gemm.py.
 
-    The dashed line is the time of reading the INT8 weight once at `bandwidth` bytes a second.
+    The dashed line is the time of reading the INT8 weight once, at what memory gave in the same
+    turns.
     """
     shapes = list(table[["N", "K"]].drop_duplicates().itertuples(index=False, name=None))
     columns = min(3, len(shapes))
@@ -164,7 +165,9 @@ def plot_gemm(table: pd.DataFrame, bandwidth: float) -> Figure:
                     line["M"], line["microseconds"], color=colors[i], ms=5, lw=1.5,
                     marker=MARKERS[i % len(MARKERS)], label=path if axes is grid[0] else None,
                 )  # fmt: skip
-            axes.axhline(n * k / bandwidth * 1e6, color="0.3", ls="--", lw=1)
+            line = part[part["path"] == paths[0]].sort_values("M")
+            reading = line["microseconds"] * line["share_of_bandwidth"]
+            axes.plot(line["M"], reading, color="0.3", ls="--", lw=1)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
